@@ -1,0 +1,1 @@
+"""Text on its way into the model: documents, tokens, files of tokens, windows of them."""

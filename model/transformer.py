@@ -138,7 +138,11 @@ class Transformer(nn.Module):
         return ParameterCount(total, positional, total - positional - tokens)
 
 
+IGNORED = -100
+
+
 def token_losses(logits: Tensor, targets: Tensor) -> Tensor:
-    """Return -ln p(target) for each token, in at least float32, shape of `targets`."""
+    """Return -ln p(target) for each token, in at least float32, shape of `targets`; 0 where a target is IGNORED."""
     wide = torch.promote_types(logits.dtype, torch.float32)
-    return F.cross_entropy(logits.to(wide).flatten(0, -2), targets.flatten(), reduction="none").view_as(targets)
+    losses = F.cross_entropy(logits.to(wide).flatten(0, -2), targets.flatten(), ignore_index=IGNORED, reduction="none")
+    return losses.view_as(targets)

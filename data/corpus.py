@@ -1,0 +1,210 @@
+"""Where documents come from: the interpreter's own library, local files, data sets of the `datasets` library."""
+
+import glob
+import hashlib
+import io
+import os
+import sysconfig
+import tokenize
+from collections import Counter
+from collections.abc import Iterator
+from pathlib import Path
+from typing import NamedTuple
+
+from data.config import CorpusConfig, FilesConfig, HubConfig, StdlibConfig
+from data.literals import is_mostly_literal
+from model.durable import file_digest
+from model.errors import UserError
+
+SUFFIXES = (".txt", ".md", ".py")
+BOM = "\ufeff"
+
+Counts = Counter[str]
+"""How often something was passed over or changed, under a phrase that says what: "empty files passed over"."""
+
+
+class Document(NamedTuple):
+    """One text and where it came from."""
+
+    name: str
+    text: str
+
+
+class Source(NamedTuple):
+    """A file that is still to be read, and the name that its document gets."""
+
+    name: str
+    path: Path
+
+
+def read_documents(corpus: CorpusConfig, counts: Counts | None = None) -> Iterator[Document]:
+    """Read the documents of a corpus one after the other, and count what was passed over or changed.
+
+    UserError: the corpus is not there, is empty or is not text.
+    """
+    counts = Counter() if counts is None else counts
+    if isinstance(corpus, HubConfig):
+        from data.hub import read_rows
+
+        rows = read_rows(corpus, counts)
+        return (Document(f"{corpus.name}/{corpus.split}/{index}", text) for index, text in rows)
+    if isinstance(corpus, FilesConfig):
+        return _read_files(corpus, counts)
+    return _read_stdlib(counts)
+
+
+def fingerprint(corpus: CorpusConfig) -> str:
+    """Return a hash of what a corpus holds now, as far as this machine can tell without a network.
+
+    A file that was edited, added or renamed changes it. Of a data set on the hub only its settings are known here.
+    """
+    digest = hashlib.sha256()
+    for source in sources(corpus, Counter()):
+        digest.update(f"{source.name}\0{file_digest(source.path)}\n".encode(errors="surrogateescape"))
+    return digest.hexdigest()
+
+
+def sources(corpus: CorpusConfig, counts: Counts) -> list[Source]:
+    """List the files of a corpus in sorted order; a data set on the hub has none here."""
+    if isinstance(corpus, StdlibConfig):
+        return stdlib_sources(Path(sysconfig.get_path("stdlib")), counts)
+    paths = file_paths(corpus, counts) if isinstance(corpus, FilesConfig) else _all_files(corpus.name)
+    return [Source(path.as_posix(), path) for path in paths]
+
+
+def _all_files(folder: str) -> list[Path]:
+    # An empty name would mean the folder that we stand in.
+    return sorted(path for path in Path(folder).rglob("*") if path.is_file()) if folder and Path(folder).is_dir() else []
+
+
+# --- The standard library --------------------------------------------------------------------------------------------
+
+# Other people's packages lie below the standard library and are no part of it, so they are not even counted.
+NOT_STDLIB = {"site-packages", "dist-packages", "__pycache__"}
+LEFT_OUT = {
+    "test": "files of tests left out",
+    "tests": "files of tests left out",
+    "idle_test": "files of tests left out",
+    "encodings": "files of encodings/ left out",
+}
+TABLES = "files that are mostly tables of literals left out"
+UNDECODABLE = "files that do not decode by their own coding line left out"
+
+
+def stdlib_sources(root: Path, counts: Counts) -> list[Source]:
+    """List the Python files below `root`, without tests, `encodings/` and other people's packages."""
+    found = []
+    for folder, folders, files in os.walk(root):
+        folders[:] = [name for name in folders if name not in NOT_STDLIB]
+        inside = Path(folder).relative_to(root)
+        phrases = [LEFT_OUT[part] for part in inside.parts if part in LEFT_OUT]
+        python = [inside / name for name in files if name.endswith(".py")]
+        if phrases:
+            counts[phrases[0]] += len(python)
+        else:
+            found += python
+    return [Source(path.as_posix(), root / path) for path in sorted(found)]
+
+
+def _read_stdlib(counts: Counts) -> Iterator[Document]:
+    root = Path(sysconfig.get_path("stdlib"))
+    for source in stdlib_sources(root, counts):
+        text = _decode_python(source.path.read_bytes())
+        if text is None:
+            counts[UNDECODABLE] += 1
+        elif not text:
+            counts[EMPTY] += 1
+        elif is_mostly_literal(text):
+            counts[TABLES] += 1
+        else:
+            yield Document(source.name, text)
+
+
+def _decode_python(data: bytes) -> str | None:
+    # Not every file of every Python is UTF-8: a coding line (PEP 263) may say otherwise.
+    try:
+        encoding, _ = tokenize.detect_encoding(io.BytesIO(data).readline)
+        return data.decode(encoding)
+    except (SyntaxError, UnicodeDecodeError):
+        return None
+
+
+# --- Local files -----------------------------------------------------------------------------------------------------
+
+EMPTY = "empty files passed over"
+OTHER_KINDS = "files of other kinds passed over"
+HIDDEN = "hidden files and folders passed over"
+BOMS = "byte order marks dropped"
+REPLACED = "invalid bytes replaced by U+FFFD"
+
+
+def file_paths(corpus: FilesConfig, counts: Counts) -> list[Path]:
+    """List the .txt, .md and .py files that `paths` names, each once, in sorted order.
+
+    UserError: one of `paths` names nothing, or nothing that holds text.
+    """
+    if not corpus.paths:
+        raise UserError("data.corpus.paths is empty: name files, folders or globs")
+    found, others, hidden = set[Path](), set[Path](), set[Path]()
+    for given in corpus.paths:
+        every = {path for root in _roots(given) for path in _walk(root, hidden)}
+        texts = {path for path in every if path.suffix.lower() in SUFFIXES}
+        _refuse_without_text(given, texts, every)
+        found, others = found | texts, others | (every - texts)
+    counts[OTHER_KINDS] += len(others)
+    counts[HIDDEN] += len(hidden)
+    return sorted(found)
+
+
+def _roots(given: str) -> list[Path]:
+    expanded = os.path.expanduser(given)
+    # What exists is taken as it is: a name may hold the brackets of a glob.
+    names = [expanded] if os.path.exists(expanded) else sorted(glob.glob(expanded, recursive=True))
+    if not names:
+        raise UserError(f"data.corpus.paths: '{given}' does not exist, and as a glob it matches nothing")
+    return [Path(name) for name in names]
+
+
+def _walk(root: Path, hidden: set[Path]) -> Iterator[Path]:
+    if not root.is_dir():
+        yield root
+    for folder, folders, files in os.walk(root):
+        hidden |= {Path(folder, name) for name in (*folders, *files) if name.startswith(".")}
+        folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
+        yield from (Path(folder, name) for name in files if not name.startswith("."))
+
+
+def _refuse_without_text(given: str, texts: set[Path], every: set[Path]) -> None:
+    if not texts:
+        what = f"{len(every)} of other kinds" if every else "none at all"
+        raise UserError(f"data.corpus.paths: '{given}' has no {', '.join(SUFFIXES)} file ({what})")
+    if not any(path.stat().st_size for path in texts):
+        raise UserError(f"data.corpus.paths: '{given}' is empty: it has no text")
+
+
+def _read_files(corpus: FilesConfig, counts: Counts) -> Iterator[Document]:
+    for source in sources(corpus, counts):
+        # Bytes, not text mode: that would turn every \r\n into \n.
+        text = _decode_utf8(source.path.read_bytes(), source.path, corpus.encoding_errors, counts)
+        if text.startswith(BOM):
+            # Some editors put it first as a mark of the encoding; it is no part of the text.
+            counts[BOMS] += 1
+            text = text.removeprefix(BOM)
+        if text:
+            yield Document(source.name, text)
+        else:
+            counts[EMPTY] += 1
+
+
+def _decode_utf8(data: bytes, path: Path, errors: str, counts: Counts) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        if errors == "strict":
+            raise UserError(
+                f"{path}: byte {error.start} (0x{data[error.start]:02x}) is not UTF-8: "
+                "convert the file, or set data.corpus.encoding_errors to replace"
+            ) from error
+    text = data.decode(errors="replace")
+    counts[REPLACED] += text.count("\ufffd") - data.count("\ufffd".encode())
+    return text

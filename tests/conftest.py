@@ -1,0 +1,57 @@
+"""What many tests share: tiny models whose weights are large enough that every fault shows."""
+
+import pytest
+import torch
+
+from model.config import ModelConfig
+from model.transformer import Transformer
+
+# Each scheme of the table, and each arm that is a setting of one.
+ARMS = {
+    "nope": {"kind": "nope"},
+    "learned": {"kind": "learned", "init_std": 1.0},
+    "learned_all": {"kind": "learned", "init_std": 1.0, "layers": "all"},
+    "sinusoidal": {"kind": "sinusoidal", "scale": 1.0},
+    "sinusoidal_all": {"kind": "sinusoidal", "scale": 1.0, "layers": "all"},
+    "rope": {"kind": "rope"},
+    "rope_half": {"kind": "rope", "layout": "half", "base": 500.0},
+    "rope_partial": {"kind": "rope", "fraction": 0.5},
+    "rope_first": {"kind": "rope", "layers": "first"},
+    "rope_input": {"kind": "rope_input"},
+}
+
+
+def tiny_config(position="rope", **changes) -> ModelConfig:
+    """A config of 3 layers, 6 query heads on 2 key heads, head_dim 8."""
+    shape = {"n_layers": 3, "n_heads": 6, "n_kv_heads": 2, "d_model": 48, "d_ff": 64, "vocab_size": 61, "context": 64}
+    scheme = ARMS[position] if isinstance(position, str) else position
+    return ModelConfig.model_validate({**shape, "position": scheme, **changes})
+
+
+def loud_model(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float64, gain: float = 12.0) -> Transformer:
+    """A model in evaluation mode whose weights are scaled up.
+
+    At initialisation attention is almost uniform and logits are almost zero: a wrong position would change nothing.
+    """
+    model = Transformer(config, seed).to(dtype).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if parameter.dim() >= 2 and not name.startswith("position."):
+                parameter.mul_(gain)
+    return model
+
+
+def random_tokens(rows: int, length: int, vocab_size: int = 61, seed: int = 0) -> torch.Tensor:
+    return torch.randint(vocab_size, (rows, length), generator=torch.Generator().manual_seed(seed))
+
+
+@pytest.fixture(autouse=True)
+def few_threads():
+    """Tiny tensors are slower on many threads, and tests shall not depend on how many there are."""
+    torch.set_num_threads(1)
+
+
+@pytest.fixture(params=ARMS)
+def arm(request):
+    """The name of each scheme, and of each arm that is a setting of one."""
+    return request.param

@@ -1,0 +1,268 @@
+"""A run from start to end: steps, evaluations, samples, checkpoints, and what is said of them."""
+
+import signal
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import torch
+
+from data.loader import Windows, evaluation_windows
+from data.prepare import Prepared, prepare
+from model.checkpoint import save_model
+from model.durable import write_text
+from model.errors import UserError
+from training.config import Config, to_yaml
+from training.evaluate import Evaluation, evaluate
+from training.hardware import Hardware, choose_hardware
+from training.progress import Meter, Progress, clock
+from training.resume import refuse_existing, resumed_config
+from training.run_folder import RunFolder
+from training.samples import record_sample, rewind_samples, sample_text
+from training.schedule import warmup_length
+from training.tracking import Metrics, Tracker
+from training.trainer import STATE, StepResult, Trainer
+
+MEASURED_STEPS = 6
+# Share of `max_minutes` kept for evaluations, samples, checkpoints and a machine that slows down.
+TIME_FOR_THE_REST = 0.12
+
+
+class Interrupted(Exception):  # noqa: N818 - no error: the person asked to stop, and the run was saved
+    """The run was stopped by the person or the system, after a checkpoint."""
+
+
+def train(config: Config, resume: bool = False, overwrite: bool = False) -> Evaluation:
+    """Train one run from its settings, or go on with it, and return how well it predicts the validation split."""
+    folder = RunFolder(config.training.out or "runs/base")
+    refuse_existing(folder, resume, overwrite)
+    going_on = resume and folder.exists()
+    if resume and not going_on:
+        print(f"nothing to resume in {folder.path}: starting a new run")
+    if going_on:
+        config = resumed_config(folder, config)
+    prepared = prepare(config.data)
+    model = config.model.model_copy(update={"vocab_size": prepared.tokenizer.vocab_size})
+    trainer = make_trainer(config.model_copy(update={"model": model}), prepared)
+    if not going_on:
+        trainer = start(trainer, folder, prepared)
+    elif folder.pointed("last") is not None:
+        take_up(trainer, folder, prepared)
+    return Run(trainer, folder, prepared).go()
+
+
+def make_trainer(config: Config, prepared: Prepared) -> Trainer:
+    """Build the state of a run at step 0."""
+    hardware = choose_hardware(config.training)
+    return Trainer(config, Windows(prepared.train.ids, config.model.context, config.training.seed), hardware)
+
+
+def start(trainer: Trainer, folder: RunFolder, prepared: Prepared) -> Trainer:
+    """Settle how many steps the run has, and write down its settings and tokenizer."""
+    config = trainer.config
+    if config.training.max_minutes is not None:
+        steps = fitted_steps(trainer, config.training.max_minutes)
+        print(f"{steps} of {config.training.steps} steps fit into {config.training.max_minutes:g} minutes here")
+        training = config.training.model_copy(update={"steps": steps, "max_minutes": None})
+        trainer.config = config = config.model_copy(update={"training": training})
+    folder.clear()
+    folder.checkpoints.mkdir(parents=True, exist_ok=True)
+    folder.tokenizer.write_bytes(prepared.tokenizer.model_bytes)
+    write_text(folder.config, to_yaml(config))
+    return trainer
+
+
+def fitted_steps(trainer: Trainer, max_minutes: float) -> int:
+    """Return how many steps fit into `max_minutes`, at most those configured, from some steps of a throwaway copy."""
+    trial = Trainer(trainer.config, trainer.windows, trainer.hardware)
+    seconds = sorted(_seconds_of_a_step(trial) for _ in range(MEASURED_STEPS))[MEASURED_STEPS // 2]
+    return max(1, min(trainer.config.training.steps, int(max_minutes * 60 * (1 - TIME_FOR_THE_REST) / seconds)))
+
+
+def _seconds_of_a_step(trainer: Trainer) -> float:
+    begin = time.perf_counter()
+    trainer.step()
+    return time.perf_counter() - begin
+
+
+def take_up(trainer: Trainer, folder: RunFolder, prepared: Prepared) -> None:
+    """Go back to the last checkpoint, and forget what was written down after it."""
+    checkpoint = folder.checkpoint("last")
+    trainer.restore(checkpoint)
+    if trainer.data_digest != prepared.digest:
+        raise UserError(
+            f"the prepared data in {prepared.folder} are not those that run {folder.path} was trained on: "
+            "start another run with --training.out"
+        )
+    Metrics(folder.metrics).rewind(trainer.next_step)
+    rewind_samples(folder.samples, trainer.next_step)
+    print(f"resumed {checkpoint}")
+
+
+class Run:
+    """One run under way."""
+
+    def __init__(self, trainer: Trainer, folder: RunFolder, prepared: Prepared) -> None:
+        self.trainer, self.folder, self.prepared = trainer, folder, prepared
+        self.config, self.settings = trainer.config, trainer.config.training
+        self.trainer.data_digest = prepared.digest
+        self.hardware: Hardware = trainer.hardware
+        context = self.config.model.context
+        self.some_windows = evaluation_windows(prepared.validation.ids, context, self.settings.eval_windows)
+        self.all_windows = evaluation_windows(prepared.validation.ids, context, None)
+        self.token_bytes = prepared.tokenizer.token_bytes()
+        self.meter = Meter()
+
+    def go(self) -> Evaluation:
+        """Take all steps that are left, then say how the run ended."""
+        self.introduce()
+        tracker = Tracker(self.folder.path, self.config)
+        self.progress = Progress(self.trainer.next_step, self.settings.steps)
+        try:
+            with stop_requested() as stop:
+                while self.trainer.next_step < self.settings.steps:
+                    self.take_step(tracker)
+                    if stop.is_set():
+                        self.leave()
+        finally:
+            self.progress.close()
+            tracker.close()
+        return self.conclude()
+
+    def introduce(self) -> None:
+        """Say what is trained, on what and where."""
+        total, positional, trunk = self.trainer.model.count_parameters()
+        print(
+            f"model     {total:,} parameters ({trunk:,} in the trunk, {positional:,} positional), "
+            f"position {self.config.model.position.kind}\n"
+            f"data      {self.prepared.name}: {len(self.prepared.train.ids):,} training tokens, "
+            f"vocabulary {self.config.model.vocab_size}\n"
+            f"training  {self.settings.steps} steps of {self.tokens_a_step:,} tokens on {self.hardware}",
+            flush=True,
+        )
+        warmup = warmup_length(self.config.optimizer, self.settings.steps)
+        if warmup < self.config.optimizer.warmup_steps:
+            print(f"warm-up shortened from {self.config.optimizer.warmup_steps} to {warmup} steps: half of the run")
+
+    @property
+    def tokens_a_step(self) -> int:
+        """Target tokens that one step learns from."""
+        return self.settings.batch_size * self.config.model.context
+
+    def take_step(self, tracker: Tracker) -> None:
+        """Take one step, and do what is due after it; a checkpoint comes last, so it knows of all the rest."""
+        begin = time.perf_counter()
+        result = self.trainer.step()
+        self.trainer.seconds += time.perf_counter() - begin
+        rate = self.meter.update(self.tokens_a_step, time.perf_counter() - begin)
+        done = self.trainer.next_step
+        self.progress.step(done, result.loss, rate)
+        row = self.training_row(result, rate) if self.due(self.settings.log_every) or result.skipped else {}
+        is_best = False
+        if self.due(self.settings.eval_every):
+            row |= (scores := self.evaluation_row())
+            is_best = scores["validation_loss"] < self.trainer.best_loss
+            self.trainer.best_loss = min(scores["validation_loss"], self.trainer.best_loss)
+        if self.settings.sample_every and done % self.settings.sample_every == 0:
+            self.sample()
+        if row:
+            tracker.log({"step": done, "tokens": done * self.tokens_a_step, **row, "seconds": self.trainer.seconds})
+        if is_best or self.due(self.settings.checkpoint_every):
+            self.save(is_best)
+
+    def due(self, every: int) -> bool:
+        """Say whether something that happens every so many steps, and after the last one, happens now."""
+        return self.trainer.next_step % every == 0 or self.trainer.next_step == self.settings.steps
+
+    def training_row(self, result: StepResult, rate: float) -> dict[str, Any]:
+        """Return what one step says of itself."""
+        return {
+            "loss": result.loss,
+            "lr": result.lr,
+            "grad_norm": result.grad_norm,
+            "skipped_steps": self.trainer.skipped,
+            "tokens_per_second": rate,
+        }
+
+    def evaluation_row(self) -> dict[str, Any]:
+        """Score the fixed validation windows; after the last step all of them too."""
+        some = self.evaluate(self.some_windows)
+        self.progress.say(
+            f"step {self.trainer.next_step}: validation loss {some.loss:.4f}, {some.bits_per_byte:.4f} bits per byte"
+        )
+        row = {"validation_loss": some.loss, "validation_bits_per_byte": some.bits_per_byte}
+        if self.trainer.next_step == self.settings.steps:
+            self.final = self.evaluate(self.all_windows)
+            row |= {"final_loss": self.final.loss, "final_bits_per_byte": self.final.bits_per_byte}
+        return row
+
+    def evaluate(self, windows: Any) -> Evaluation:
+        """Score windows of the validation split."""
+        return evaluate(self.trainer.model, windows, self.token_bytes, self.hardware)
+
+    def sample(self) -> None:
+        """Print a short sample, and keep it in the run folder."""
+        text = sample_text(self.trainer.model, self.prepared.tokenizer, self.settings)
+        record_sample(self.folder.samples, self.trainer.next_step, text)
+        self.progress.say(f"--- sample at step {self.trainer.next_step}\n{text}\n---")
+
+    def save(self, is_best: bool) -> None:
+        """Write a checkpoint, then let `last` (and `best`) stand for it, then remove old ones."""
+        step = self.trainer.next_step
+        state = {STATE: lambda path: torch.save(self.trainer.state(), path)}
+        tokenizer = self.prepared.tokenizer.model_bytes
+        save_model(self.folder.step_folder(step), self.trainer.model, to_yaml(self.config), tokenizer, state)
+        self.folder.point("last", step)
+        if is_best:
+            self.folder.point("best", step)
+        self.folder.rotate(self.settings.keep)
+
+    def leave(self) -> None:
+        """Save what was reached and stop."""
+        if self.folder.pointed("last") != self.trainer.next_step:
+            self.save(is_best=False)
+        raise Interrupted(
+            f"stopped after step {self.trainer.next_step} of {self.settings.steps}, saved in {self.folder.path}; "
+            "the same command with --resume goes on"
+        )
+
+    def conclude(self) -> Evaluation:
+        """Say how well the model predicts, where things lie, and what to try next."""
+        final = getattr(self, "final", None) or self.evaluate(self.all_windows)
+        folder = self.folder.path
+        print(
+            f"\nvalidation loss {final.loss:.4f}   perplexity {final.perplexity:.2f}   "
+            f"bits per byte {final.bits_per_byte:.4f}   (all {final.tokens:,} tokens of the validation split)\n"
+            f"trained for {clock(self.trainer.seconds)} minutes, {self.settings.steps} steps\n\n"
+            f"{folder}/checkpoints  weights    {folder}/metrics.jsonl  figures    {folder}/samples.txt  samples\n\n"
+            f"try next\n"
+            f'  python generate.py {folder} --prompt "class "\n'
+            f"  python generate.py {folder} --interactive\n"
+            f"  python train.py configs/demo.yaml --model.position learned --training.out runs/learned",
+            flush=True,
+        )
+        return final
+
+
+@contextmanager
+def stop_requested() -> Iterator[threading.Event]:
+    """Turn Ctrl-C and SIGTERM into a flag that is read between steps; a second Ctrl-C stops at once."""
+    flag = threading.Event()
+
+    def request(number: int, frame: FrameType | None) -> None:
+        if flag.is_set():
+            raise KeyboardInterrupt
+        flag.set()
+
+    if threading.current_thread() is not threading.main_thread():
+        yield flag  # only the main thread may set handlers
+        return
+    before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
+    try:
+        yield flag
+    finally:
+        for number, handler in before.items():
+            signal.signal(number, handler)

@@ -1,0 +1,63 @@
+"""Starting, going on with and starting over: what a run folder that is already there means. Torch-free."""
+
+from typing import Any
+
+from model.errors import UserError
+from model.settings import Settings
+from training.config import Config, load
+from training.run_folder import RunFolder
+
+# Settings that change nothing a run learns, so that a resumed run may have others.
+FREE = {
+    f"training.{name}"
+    for name in (
+        "out log_every eval_every eval_windows checkpoint_every keep sample_every sample_prompt sample_tokens "
+        "wandb wandb_project"
+    ).split()
+}
+LENGTH = {"training.steps", "training.max_minutes"}
+
+
+def refuse_existing(folder: RunFolder, resume: bool, overwrite: bool) -> None:
+    """Raise a UserError where a run would be overwritten without being told so."""
+    if resume and overwrite:
+        raise UserError("--resume goes on with a run and --overwrite starts it again: give one of them")
+    if folder.exists() and not (resume or overwrite):
+        raise UserError(
+            f"run folder {folder.path} holds a run: go on with --resume, start again with --overwrite, "
+            "or name another folder with --training.out"
+        )
+    if folder.path.exists() and not folder.path.is_dir():
+        raise UserError(f"training.out {folder.path} is a file: name a folder")
+
+
+def resumed_config(folder: RunFolder, asked: Config) -> Config:
+    """Return the settings with which the run goes on: the stored ones, with what may change taken from `asked`.
+
+    UserError lists every other difference, since a run that changes half-way compares with nothing.
+    """
+    stored = load(folder.config)
+    before, now = flat(stored), flat(asked)
+    different = [key for key in before if before[key] != now.get(key) and key not in FREE | LENGTH]
+    if different:
+        listed = ", ".join(f"{key} (run: {before[key]}, asked: {now.get(key)})" for key in different[:4])
+        raise UserError(
+            f"run folder {folder.path} was started with other settings: {listed}; "
+            "resume with its own, or start another run with --training.out"
+        )
+    # max_minutes was turned into steps when the run began; the same words must not measure again.
+    steps = stored.training.steps if asked.training.max_minutes else asked.training.steps
+    training = asked.training.model_copy(update={"steps": steps, "max_minutes": None})
+    return stored.model_copy(update={"training": training})
+
+
+def flat(settings: Settings, prefix: str = "") -> dict[str, Any]:
+    """Return every setting under its dotted name; what a tokenizer decides (vocab_size of the model) is left out."""
+    values: dict[str, Any] = {}
+    for name in type(settings).model_fields:
+        value = getattr(settings, name)
+        if isinstance(value, Settings):
+            values.update(flat(value, f"{prefix}{name}."))
+        elif f"{prefix}{name}" != "model.vocab_size":
+            values[f"{prefix}{name}"] = value
+    return values

@@ -1,0 +1,355 @@
+"""The figures of a run: metrics.jsonl is the record; a process of its own copies it to Weights & Biases when asked.
+
+wandb is never imported into the process that trains. There it would replace sys.exit and sys.excepthook, ask for a
+login on a terminal, wait 90 seconds for a server, print tracebacks at exit, or take the run down with its own service
+(all seen with 0.31). In another process the worst it can do is to end, which costs one line.
+"""
+
+import contextlib
+import fcntl
+import json
+import math
+import os
+import secrets
+import subprocess
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
+
+from model.durable import write_text
+from model.errors import UserError
+from training.run_folder import METRICS
+
+if TYPE_CHECKING:
+    # The sending process reads this module too, and has no use for the configuration classes.
+    from training.config import Config
+
+Row = dict[str, Any]
+
+CLOCKS = frozenset({"seconds", "tokens_per_second"})
+"""Fields that measure time: the only ones that may differ between a resumed run and one that was never interrupted."""
+
+INIT_SECONDS = 10.0
+"""How long wandb may try to reach its server at the start. Training does not wait for it."""
+FINISH_SECONDS = 6.0
+"""How long wandb may go on uploading when the run is over."""
+CLOSE_SECONDS = 10.0
+"""How long the end of a run waits for the sending process before it ends it."""
+
+WANDB_STATE = "wandb.json"
+"""File in the run folder: the id of the wandb run, and the last step that was handed to it."""
+
+_ROOT = Path(__file__).resolve().parents[1]
+
+
+class Metrics:
+    """The file metrics.jsonl: one row of plain values a line, each with its step."""
+
+    def __init__(self, path: Path | str) -> None:
+        self.path = Path(path)
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Append a row; it is in the file when this returns.
+
+        A number that is not finite becomes null. TypeError for a value that is not plain (a tensor), OSError where
+        the disk is full; neither leaves a half line.
+        """
+        assert isinstance(row.get("step"), int), "a row needs a step, or no resumed run could take it back"
+        line = json.dumps({name: _finite(value) for name, value in row.items()}, allow_nan=False) + "\n"
+        # Opened anew for each row: an open handle would go on writing into the old file after a rewind replaced it.
+        with self.path.open("ab", buffering=0) as file:
+            _append_whole(file, line.encode())
+
+    def rewind(self, step: float = math.inf) -> None:
+        """Drop the rows after `step`, and a half line left by a kill; UserError where another line is damaged."""
+        content = self.path.read_bytes() if self.path.exists() else b""
+        kept = b"".join(line for line, row in _rows(self.path, content) if row["step"] <= step)
+        if kept != content:
+            write_text(self.path, kept.decode())
+
+
+def read(path: Path | str) -> list[Row]:
+    """Return all rows, none where there is no file yet; a half last line is left out, UserError for any other damage."""
+    path = Path(path)
+    return [row for _, row in _rows(path, path.read_bytes())] if path.exists() else []
+
+
+def _finite(value: Any) -> Any:
+    # JSON knows no NaN; Python would write one all the same, and other readers would refuse the whole file.
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _append_whole(file: BinaryIO, line: bytes) -> None:
+    # A full disk may take the first part of a line: what follows would be glued to it.
+    end = file.seek(0, os.SEEK_END)
+    try:
+        while line:
+            line = line[file.write(line) :]
+    except OSError:
+        file.truncate(end)
+        raise
+
+
+def _rows(path: Path, content: bytes) -> Iterator[tuple[bytes, Row]]:
+    whole = content[: content.rfind(b"\n") + 1]
+    for number, line in enumerate(whole.splitlines(keepends=True), start=1):
+        yield line, _parse(path, number, line)
+
+
+def _parse(path: Path, number: int, line: bytes) -> Row:
+    try:
+        row = json.loads(line)
+    except ValueError:
+        row = None
+    if not isinstance(row, dict) or not isinstance(row.get("step"), int):
+        raise UserError(f"{path}, line {number} is damaged: remove it, or start another run with --training.out")
+    return row
+
+
+class Tracker:
+    """Writes down the figures of one run, and sends them where the configuration says."""
+
+    def __init__(self, folder: Path | str, config: "Config") -> None:
+        self.metrics = Metrics(Path(folder) / METRICS)
+        # A run that is started over in an old folder must not go on with the old wandb run, whose steps are all sent.
+        if not self.metrics.path.exists():
+            (self.metrics.path.parent / WANDB_STATE).unlink(missing_ok=True)
+        self.metrics.rewind()
+        self.metrics.path.touch()
+        is_off = config.training.wandb == "off"
+        self.sender = None if is_off else Sender(_order(self.metrics.path, config), tell)
+
+    def log(self, row: Mapping[str, Any]) -> None:
+        """Write down a row; OSError where the file cannot be written. wandb is told, never waited for."""
+        self.metrics.log(row)
+        if self.sender:
+            self.sender.nudge()
+
+    def close(self) -> None:
+        """Let wandb finish, for CLOSE_SECONDS at most."""
+        if self.sender:
+            self.sender.close()
+            self.sender = None
+
+
+def tell(problem: str) -> None:
+    """Say in one line on stderr what became of wandb, without tearing a bar."""
+    from tqdm import tqdm
+
+    tqdm.write(f"wandb: {problem}; the run goes on, {METRICS} has every row", file=sys.stderr)
+
+
+def _order(metrics: Path, config: "Config") -> Row:
+    return {
+        "metrics": str(metrics.resolve()),
+        "mode": config.training.wandb,
+        "project": config.training.wandb_project,
+        "config": config.model_dump(mode="json"),
+        "init_seconds": INIT_SECONDS,
+        "finish_seconds": FINISH_SECONDS,
+    }
+
+
+class Sender:
+    """The training side of the process that talks to wandb: nudges it, and passes on the first thing it complains of.
+
+    The process reads the rows from metrics.jsonl itself, so no row is lost or waited for while it is busy, and it
+    ends by itself when its standard input is closed, be it by `close` or by the death of the run.
+    """
+
+    def __init__(self, order: Row, tell: Callable[[str], None]) -> None:
+        self.tell, self.is_quiet = tell, False
+        self.process: subprocess.Popen[bytes] | None = None
+        try:
+            self.process = _start_process()
+        except OSError as problem:
+            self._complain(str(problem))
+        self._write(json.dumps(order).encode())
+        self.nudge()
+
+    def nudge(self) -> None:
+        """Say that there is a new row."""
+        self._write(b"\n")
+        self._listen()
+
+    def close(self) -> None:
+        """Let the process send what is left; end it when that takes too long."""
+        if self.process is None:
+            return
+        assert self.process.stdin is not None
+        self.process.stdin.close()
+        try:
+            self.process.wait(CLOSE_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._complain(f"not finished after {CLOSE_SECONDS:g} seconds")
+        finally:
+            # A second Ctrl-C comes by here as well.
+            self.process.kill()
+            self.process.wait()
+            self._listen()
+            self._stdout.close()
+
+    @property
+    def _stdout(self) -> BinaryIO:
+        assert self.process is not None and self.process.stdout is not None
+        return self.process.stdout  # type: ignore[return-value]
+
+    def _write(self, data: bytes) -> None:
+        # The pipe does not block: when 64 KiB of nudges lie unread, one more would say nothing new.
+        if self.process is not None and self.process.stdin is not None:
+            with contextlib.suppress(BrokenPipeError):
+                self.process.stdin.write(data)
+
+    def _listen(self) -> None:
+        if self.process is None:
+            return
+        if problem := (self._stdout.read(65536) or b"").decode(errors="replace").splitlines():
+            self._complain(problem[0])
+        elif self.process.poll():
+            self._complain(f"its process ended with status {self.process.returncode}")
+
+    def _complain(self, problem: str) -> None:
+        if not self.is_quiet:
+            self.is_quiet = True
+            self.tell(problem)
+
+
+def _start_process() -> subprocess.Popen[bytes]:
+    # A session of its own: Ctrl-C is the run's alone, and without a terminal nobody can be asked for a login.
+    process = subprocess.Popen(
+        [sys.executable, "-m", "training.tracking"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        bufsize=0,
+        cwd=_ROOT,
+        start_new_session=True,
+    )
+    for stream in (process.stdin, process.stdout):
+        assert stream is not None
+        os.set_blocking(stream.fileno(), False)
+    return process
+
+
+# From here on: the process that sends.
+
+
+def main() -> None:
+    """Send rows until standard input ends; say on standard output, in one line, what went wrong."""
+    say = _line_to(os.dup(1))
+    # wandb's service inherits the standard output, and would keep it open after this process is gone.
+    os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
+    sys.stderr = _Complaints(say)
+    try:
+        send(json.loads(sys.stdin.readline()), sys.stdin, say)
+    except Exception as problem:
+        # The one place where every exception is caught: wandb raises what it likes (its own, protobuf's, asyncio's,
+        # an ImportError), and none of it is a reason to do anything but stop sending.
+        say(f"{type(problem).__name__}: {problem}")
+    # Past the exit handlers: with an unreachable server wandb's telemetry holds them up for 7 seconds.
+    os._exit(0)
+
+
+def send(order: Row, nudges: Iterable[str], say: Callable[[str], None]) -> None:
+    """Copy the rows of metrics.jsonl to one wandb run, each step once, also over several sessions."""
+    metrics = Path(order["metrics"])
+    with _one_at_a_time(metrics.parent / "wandb"):
+        state_path = metrics.parent / WANDB_STATE
+        state = json.loads(state_path.read_text()) if state_path.exists() else {"id": secrets.token_hex(4), "sent": -1}
+        if (run := open_run(order, state["id"])) is None:
+            return say("no API key found, `wandb login` stores one")
+        # The server knows best what reached it; an offline run has no server to ask.
+        sent = run.step - 1 if order["mode"] == "online" else state["sent"]
+        write_text(state_path, json.dumps(state))
+        for row in follow(metrics, nudges):
+            if row["step"] > sent:
+                # Written down before it is sent: a kill in between costs wandb a row, but never doubles one.
+                write_text(state_path, json.dumps({**state, "sent": row["step"]}))
+                run.log({name: value for name, value in row.items() if value is not None}, step=row["step"])
+        run.finish()
+
+
+def open_run(order: Row, run_id: str) -> Any:
+    """Open the wandb run with this id, new or not; None where wandb knows no key for its server."""
+    # Both calls below ask the environment, where a left-over setting would speak against the configuration.
+    os.environ["WANDB_MODE"] = order["mode"]
+    import wandb
+
+    if order["mode"] == "online" and not wandb.login(prompt=False, verify=False):
+        return None
+    folder = Path(order["metrics"]).parent
+    return wandb.init(
+        project=order["project"],
+        name=folder.name,
+        id=run_id,
+        resume="allow" if order["mode"] == "online" else None,
+        mode=order["mode"],
+        dir=str(folder),
+        config=order["config"],
+        settings=wandb.Settings(
+            console="off",
+            silent=True,
+            init_timeout=order["init_seconds"],
+            finish_timeout=order["finish_seconds"],
+            finish_timeout_raises=True,
+            # The button on the web page would interrupt this process, which is not the one that trains.
+            stop_fn=lambda: None,
+            x_stats_pid=os.getppid(),
+        ),
+    )
+
+
+def follow(path: Path, nudges: Iterable[str]) -> Iterator[Row]:
+    """Yield the rows of a growing file: those that are there, those that each nudge brings, and the rest at the end."""
+    with path.open("rb") as file:
+        for _ in nudges:
+            yield from _next_rows(file)
+        yield from _next_rows(file)
+
+
+def _next_rows(file: BinaryIO) -> Iterator[Row]:
+    while (line := file.readline()).endswith(b"\n"):
+        yield json.loads(line)
+    file.seek(-len(line), os.SEEK_CUR)
+
+
+@contextlib.contextmanager
+def _one_at_a_time(folder: Path) -> Iterator[None]:
+    # The sender of a killed run may still be uploading when the resumed run starts its own.
+    folder.mkdir(exist_ok=True)
+    handle = os.open(folder, os.O_RDONLY)
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX)
+        yield
+    finally:
+        os.close(handle)
+
+
+def _line_to(handle: int) -> Callable[[str], None]:
+    # One write of less than a pipe's atomic size: the reader sees all of a line or nothing.
+    return lambda text: os.write(handle, (" ".join(text.split())[:400] + "\n").encode()) and None
+
+
+class _Complaints:
+    """Stands for stderr: that wandb gave up uploading is printed there and said nowhere else."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self.say = say
+
+    def write(self, text: str) -> int:
+        """Pass on warnings and errors; drop the rest."""
+        if "WARNING" in text or "ERROR" in text:
+            self.say(text.replace("wandb: ", "", 1))
+        return len(text)
+
+    def flush(self) -> None:
+        """Do nothing: there is nothing kept back."""
+
+    def isatty(self) -> bool:
+        """Say that nobody is there to be asked."""
+        return False
+
+
+if __name__ == "__main__":
+    main()
