@@ -74,7 +74,9 @@ def sources(corpus: CorpusConfig, counts: Counts) -> list[Source]:
 
 def _all_files(folder: str) -> list[Path]:
     # An empty name would mean the folder that we stand in.
-    return sorted(path for path in Path(folder).rglob("*") if path.is_file()) if folder and Path(folder).is_dir() else []
+    return (
+        sorted(path for path in Path(folder).rglob("*") if path.is_file()) if folder and Path(folder).is_dir() else []
+    )
 
 
 # --- The standard library --------------------------------------------------------------------------------------------

@@ -15,7 +15,7 @@ from data.config import HubConfig
 from model.errors import UserError
 
 if TYPE_CHECKING:
-    from datasets import Dataset, IterableDataset
+    from datasets import Dataset, IterableDataset  # type: ignore[import-untyped]
 
 LOOKUP_SECONDS = 2.0
 WITHOUT_TEXT = "rows without text passed over"
@@ -79,7 +79,7 @@ def _connects(endpoint: str, seconds: float) -> bool:
 @contextmanager
 def _offline_mode(wanted: bool) -> Iterator[None]:
     """Let both libraries use their caches alone for a while; each reads its own constant, made when it was imported."""
-    import datasets.config
+    import datasets.config  # type: ignore[import-untyped]
     from huggingface_hub import constants
 
     before = constants.HF_HUB_OFFLINE, datasets.config.HF_HUB_OFFLINE

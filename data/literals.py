@@ -8,6 +8,7 @@ _LITERAL = re.compile(
     r"""[bru]{0,2}(?:'(?:[^'\\]|\\.)*'|"(?:[^"\\]|\\.)*")"""  # a string on one line
     r"|\b(?:0[xX][0-9a-fA-F]+|[0-9][0-9.eE_]*|None|True|False)\b"
 )
+_MARK = "\0"
 _WORD = re.compile(r"\w")
 
 
@@ -25,5 +26,5 @@ def is_row(line: str) -> bool:
     """Say whether a line holds literals and punctuation only, such as `'amp': '\\x26',  # ampersand`."""
     if '"""' in line or "'''" in line:
         return False  # a docstring on one line is prose
-    rest, literals = _LITERAL.subn("", line)
-    return literals > 0 and not _WORD.search(rest.partition("#")[0])
+    code = _LITERAL.sub(_MARK, line).partition("#")[0]
+    return _MARK in code and not _WORD.search(code)

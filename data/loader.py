@@ -80,7 +80,7 @@ def take(ids: np.ndarray, starts: np.ndarray, context: int) -> np.ndarray:
 def mixed(numbers: np.ndarray, seed: int) -> np.ndarray:
     """Return a 64-bit hash of each (number, seed), the finisher of SplitMix64 (Steele and others, 2014)."""
     with np.errstate(over="ignore"):  # arithmetic modulo 2^64 is what is wanted
-        z = numbers.astype(np.uint64) + np.uint64(seed * 0x9E3779B97F4A7C15 % 2**64)
+        z = numbers.astype(np.uint64) + np.uint64((seed + 1) * 0x9E3779B97F4A7C15 % 2**64)
         for shift, factor in ((30, 0xBF58476D1CE4E5B9), (27, 0x94D049BB133111EB)):
             z = (z ^ (z >> np.uint64(shift))) * np.uint64(factor)
         return z ^ (z >> np.uint64(31))

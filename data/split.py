@@ -3,7 +3,6 @@
 import hashlib
 from collections import Counter
 from collections.abc import Iterable, Iterator
-from typing import NamedTuple
 
 from data.corpus import Document
 from model.errors import UserError
@@ -15,19 +14,11 @@ FEW_DOCUMENTS = 100
 SHORTEST_PIECE = 1024
 
 DUPLICATES = "duplicates dropped"
-CUT = "documents cut into pieces"
+CUT = "documents cut into pieces of {} characters or up to twice that"
 REPEATED_PIECES = "repeated pieces dropped"
 
 Unique = dict[str, Document]
 """Documents by the SHA-256 of their content."""
-
-
-class Piece(NamedTuple):
-    """A text and the document it was cut from, which together make a document again."""
-
-    document: Document
-    number: int
-    text: str
 
 
 def content_hash(text: str) -> str:
@@ -54,7 +45,7 @@ def enough_documents(documents: Unique, counts: Counter[str]) -> Unique:
         return documents
     size = max(SHORTEST_PIECE, sum(len(document.text) for document in documents.values()) // FEW_DOCUMENTS)
     cut = {key: list(pieces(document.text, size)) for key, document in documents.items()}
-    counts[CUT] += sum(len(texts) > 1 for texts in cut.values())
+    counts[CUT.format(size)] += sum(len(texts) > 1 for texts in cut.values())
     named = (
         Document(f"{documents[key].name}#{number}" if len(texts) > 1 else documents[key].name, text)
         for key, texts in cut.items()
@@ -67,14 +58,13 @@ def pieces(text: str, size: int) -> Iterator[str]:
     """Cut a text after the first line end past `size` characters; after a space, or anywhere, where lines are long."""
     start = 0
     while start < len(text):
-        end = _cut_after("\n", text, start + size) or _cut_after(" ", text, start + size) or start + size
+        end = _cut_after("\n", text, start + size, size) or _cut_after(" ", text, start + size, size) or start + size
         yield text[start:end]
         start = end
 
 
-def _cut_after(mark: str, text: str, end: int) -> int:
-    # Looks no further than another `size`/2: 0 says that there is no such place.
-    return text.find(mark, end - 1, end + SHORTEST_PIECE // 2) + 1
+def _cut_after(mark: str, text: str, end: int, reach: int) -> int:
+    return text.find(mark, end - 1, end + reach) + 1  # 0: there is none within reach
 
 
 def split_by_content(documents: Unique) -> dict[str, Unique]:
@@ -89,10 +79,14 @@ def split_by_content(documents: Unique) -> dict[str, Unique]:
             "one each: bring more text"
         )
     order = sorted(documents)
-    test = max(1, sum(_share(key) < HELD_OUT for key in order))
-    validation = max(1, sum(_share(key) < 2 * HELD_OUT for key in order) - test)
+    test = _between(1, sum(_share(key) < HELD_OUT for key in order), len(order) - 2)
+    validation = _between(1, sum(_share(key) < 2 * HELD_OUT for key in order) - test, len(order) - test - 1)
     parts = order[test + validation :], order[test : test + validation], order[:test]
     return {name: {key: documents[key] for key in keys} for name, keys in zip(SPLITS, parts, strict=True)}
+
+
+def _between(least: int, value: int, most: int) -> int:
+    return max(least, min(value, most))
 
 
 def _share(key: str) -> float:

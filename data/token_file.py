@@ -13,7 +13,7 @@ MAGIC = b"ropelab\0"
 VERSION = 1
 # magic, version, bytes an id, number of ids, SHA-256 of the tokenizer, room to grow
 HEADER = struct.Struct("<8sIIQ32s8x")
-DTYPES = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
+DTYPES: dict[int, np.dtype] = {2: np.dtype("<u2"), 4: np.dtype("<u4")}
 
 
 class TokenFile(NamedTuple):

@@ -50,9 +50,8 @@ def attention_scores(q: Tensor, k: Tensor) -> Tensor:
 
 def attention_weights(scores: Tensor, mask: Tensor) -> Tensor:
     """Return softmax over the visible keys; a query that sees no key gets weights of zero, not NaN."""
-    # A finite filler keeps the gradient of a fully masked row finite; the second mask makes that row zero.
-    filler = torch.finfo(scores.dtype).min
-    return scores.masked_fill(~mask, filler).softmax(dim=-1).masked_fill(~mask, 0.0)
+    # A row of -inf alone is NaN after softmax; the second mask makes it zero, and stops NaN on the way back too.
+    return scores.masked_fill(~mask, float("-inf")).softmax(dim=-1).masked_fill(~mask, 0.0)
 
 
 def attend_reference(q: Tensor, k: Tensor, v: Tensor, signal: Signal, dropout: float = 0.0) -> Tensor:

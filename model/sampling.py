@@ -64,11 +64,14 @@ def apply_temperature(logits: Tensor, temperature: float) -> Tensor:
 
 
 def keep_top_k(logits: Tensor, k: int) -> Tensor:
-    """Keep the k largest logits, exactly k also where some are equal; 0, or k beyond the vocabulary, keeps all."""
+    """Keep the k largest logits; 0, or k beyond the vocabulary, keeps all.
+
+    Of equal ones at the edge all stay: which of them `topk` picks is not defined, and differs between devices.
+    """
     if k == 0 or k >= logits.shape[-1]:
         return logits
-    top = logits.topk(k, dim=-1)
-    return torch.full_like(logits, float("-inf")).scatter(-1, top.indices, top.values)
+    edge = logits.topk(k, dim=-1).values[..., -1:]
+    return logits.masked_fill(logits < edge, float("-inf"))
 
 
 def keep_top_p(logits: Tensor, p: float) -> Tensor:

@@ -104,7 +104,7 @@ class Transformer(nn.Module):
             positions = torch.arange(length, device=device)[None]
         self.check_reach(length if is_causal else int(positions.max()) + 1)
         k_positions = positions if cache is None else cache.append_positions(positions)
-        dtype = torch.promote_types(self.norm.weight.dtype, torch.float32)
+        dtype = torch.promote_types(self.embed_tokens.weight.dtype, torch.float32)
         rotation = self.position.rotation(positions, cache.length if cache else length, dtype)
         bias = self.position.bias(positions, k_positions, dtype)
         return Signal(positions, k_positions, is_causal, rotation, bias)

@@ -28,7 +28,9 @@ def tiny_config(position="rope", **changes) -> ModelConfig:
     return ModelConfig.model_validate({**shape, "position": scheme, **changes})
 
 
-def loud_model(config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float64, gain: float = 12.0) -> Transformer:
+def loud_model(
+    config: ModelConfig, seed: int = 0, dtype: torch.dtype = torch.float64, gain: float = 12.0
+) -> Transformer:
     """A model in evaluation mode whose weights are scaled up.
 
     At initialisation attention is almost uniform and logits are almost zero: a wrong position would change nothing.

@@ -1,14 +1,17 @@
 """What every positional scheme must keep, whatever it does: one contract, tested by being in the table."""
 
+import math
+
 import pytest
 import torch
 import yaml
 
-from model.attention import Attention, attend_reference, with_mask
+from model.attention import Attention, attend_reference
 from model.cache import Cache
 from model.checkpoint import load_model, save_model
 from model.errors import UserError
 from model.position import SCHEMES
+from model.position.absolute import sinusoids
 from model.transformer import Transformer
 from tests.conftest import ARMS, loud_model, random_tokens, tiny_config
 
@@ -141,24 +144,42 @@ def test_parameters_are_counted_in_three_groups_and_the_trunk_is_the_same_for_ev
     assert count.positional == (64 * 48 if ARMS[arm]["kind"] == "learned" else 0)
 
 
-def claimed_layers(config):
-    return [layer for layer in range(config.n_layers) if config.position.applies_to(layer)]
+def only_layer(model, kept):
+    """Take every other block out of the network: its two projections into the residual stream become zero."""
+    with torch.no_grad():
+        for layer, block in enumerate(model.layers):
+            if layer != kept:
+                block.self_attn.o_proj.weight.zero_()
+                block.mlp.down_proj.weight.zero_()
+    return model
 
 
-@pytest.mark.parametrize("name", [name for name in ARMS if name != "nope"])
-def test_moving_the_positions_changes_what_each_claimed_layer_returns_and_no_other(name):
+@pytest.mark.parametrize("layer", range(3))
+@pytest.mark.parametrize("name", [name for name, scheme in ARMS.items() if scheme["kind"] == "rope"])
+def test_stretched_positions_change_what_a_claimed_layer_does_and_no_other(name, layer):
     """A scheme whose settings never reach a layer is a fault that no loss curve shows."""
-    config = tiny_config(name)
-    model = loud_model(config)
-    x = torch.randn(1, 12, config.d_model, dtype=torch.float64, generator=torch.Generator().manual_seed(3))
-    stretched = torch.arange(12)[None] * 3
-    for layer, block in enumerate(model.layers):
-        out = []
-        for positions in (torch.arange(12)[None], stretched):
-            signal = model.signal(12, positions, None, x.device)
-            silent = signal._replace(rotation=None, bias=None)
-            acts = config.position.applies_to(layer)
-            told = model.position.embed(x, positions, layer) if acts else x
-            out.append(block(told, with_mask(signal if acts else silent), model.position))
-        changed = (out[0] - out[1]).abs().max() > 1e-3
-        assert changed == (layer in claimed_layers(config)), layer
+    model = only_layer(loud_model(tiny_config(name)), layer)
+    tokens = random_tokens(1, 12)
+    difference = model(tokens, 3 * torch.arange(12)[None]) - model(tokens, torch.arange(12)[None])
+    claimed = name != "rope_first" or layer == 0
+    assert (difference.abs().max() > 1e-3) == claimed
+
+
+@pytest.mark.parametrize(
+    ("name", "times"), [("learned", 1), ("learned_all", 3), ("sinusoidal", 1), ("sinusoidal_all", 3)]
+)
+def test_an_additive_scheme_is_added_once_before_each_claimed_block(name, times):
+    model = only_layer(loud_model(tiny_config(name)), None)
+    model.norm = torch.nn.Identity()
+    tokens, positions = random_tokens(1, 5), torch.arange(5)[None]
+    once = model.position.embed(torch.zeros(1, 5, 48, dtype=torch.float64), positions, 0)
+    signal = model.signal(5, positions, None, tokens.device)
+    added = model.blocks(model.embed_tokens(tokens), signal) - model.embed_tokens(tokens)
+    torch.testing.assert_close(added, times * once, **EXACT)
+
+
+def test_sinusoids_are_those_of_the_paper():
+    # Vaswani et al. (2017): PE(pos, 2i) = sin(pos / 10000^(2i/d)), PE(pos, 2i+1) = cos of the same, here pos 3, d 4.
+    vectors = sinusoids(torch.tensor([3]), 4, 10000.0, torch.float64)[0]
+    expected = [math.sin(3), math.cos(3), math.sin(0.03), math.cos(0.03)]
+    assert vectors.tolist() == pytest.approx(expected, abs=1e-12)

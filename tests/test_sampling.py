@@ -9,9 +9,7 @@ from hypothesis import strategies as st
 from pydantic import ValidationError
 from torch import Tensor
 
-from model.config import ModelConfig
 from model.errors import UserError
-from model.position import SCHEMES
 from model.sampling import (
     Reader,
     Row,
@@ -29,32 +27,17 @@ from model.sampling import (
 )
 from model.sampling_config import SamplingSettings
 from model.transformer import Transformer
+from tests.conftest import ARMS, loud_model, tiny_config
 
 GREEDY = SamplingSettings(temperature=0)
 PLAIN = SamplingSettings(temperature=1, top_p=1)
 CONTEXT = 24
-UNLIMITED = [name for name in SCHEMES if name != "learned"]
+UNLIMITED = [name for name in ARMS if not name.startswith("learned")]
 
 
-def loud_model(scheme: str = "rope", dropout: float = 0.0) -> Transformer:
+def model_of(arm: str = "rope", **changes) -> Transformer:
     """A float64 model whose weights are so large that a token, or its position, changes what comes next."""
-    config = ModelConfig(
-        n_layers=2,
-        n_heads=4,
-        n_kv_heads=2,
-        d_model=32,
-        vocab_size=40,
-        context=CONTEXT,
-        dropout=dropout,
-        tie_embeddings=False,
-        position=scheme,
-    )
-    model = Transformer(config, seed=1).double().eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            if parameter.dim() >= 2:
-                parameter.mul_(12)
-    return model
+    return loud_model(tiny_config(arm, vocab_size=40, context=CONTEXT, tie_embeddings=False, **changes), seed=1)
 
 
 def greedy_alone(model: Transformer, prompt: list[int], count: int, limit: int | None = None) -> list[int]:
@@ -143,8 +126,8 @@ def test_top_k_keeps_k_tokens_and_all_when_off_or_beyond_the_vocabulary(k, ids):
     assert torch.equal(left[0, ids], logits[0, ids])
 
 
-def test_top_k_keeps_exactly_k_of_equal_tokens():
-    assert len(kept(keep_top_k(torch.zeros(8), 3))) == 3
+def test_top_k_keeps_every_token_that_equals_the_last_one():
+    assert kept(keep_top_k(torch.tensor([1.0, 0.0, 2.0, 1.0, 1.0]), 2)) == [0, 2, 3, 4]
 
 
 @pytest.mark.parametrize(("p", "count"), [(0, 1), (0.5, 1), (0.8, 2), (0.9, 3), (1, 4)])
@@ -192,7 +175,7 @@ def test_a_repetition_penalty_makes_a_negative_logit_smaller():
     min_p=st.floats(0, 1),
     penalty=st.floats(0.1, 10),
 )
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=100, deadline=None)
 def test_filters_always_leave_the_likeliest_token_and_no_nan(values, temperature, k, p, min_p, penalty):
     logits = torch.tensor([values])
     seen = torch.arange(len(values))[None] % 2 == 0
@@ -220,7 +203,7 @@ def test_the_noise_is_finite_even_for_the_smallest_draw():
 
 
 def test_a_model_whose_output_is_nan_is_reported_in_words():
-    model = loud_model()
+    model = model_of()
     with torch.no_grad():
         model.norm.weight.fill_(math.nan)
     for rules in (GREEDY, PLAIN):
@@ -229,7 +212,7 @@ def test_a_model_whose_output_is_nan_is_reported_in_words():
 
 
 def test_temperature_0_is_the_argmax_whatever_the_seed():
-    model = loud_model()
+    model = model_of()
     greedy = [texts(model, [[1, 5, 3]], SamplingSettings(temperature=0, seed=seed), 12) for seed in range(3)]
     assert greedy == [[greedy_alone(model, [1, 5, 3], 12)]] * 3
 
@@ -238,7 +221,7 @@ def test_temperature_0_is_the_argmax_whatever_the_seed():
 
 
 def test_equal_seeds_give_equal_text_and_other_seeds_other_text():
-    model, prompts = loud_model(), [[1, 2, 3]] * 3
+    model, prompts = model_of(), [[1, 2, 3]] * 3
     hot = PLAIN.model_copy(update={"temperature": 3.0})
     once, again = (texts(model, prompts, hot, 10) for _ in range(2))
     assert once == again
@@ -246,24 +229,24 @@ def test_equal_seeds_give_equal_text_and_other_seeds_other_text():
 
 
 def test_sixteen_samples_do_not_all_begin_alike():
-    step = next(generate(loud_model(), [[1, 2, 3]] * 16, SamplingSettings(temperature=3.0, top_p=1)))
+    step = next(generate(model_of(), [[1, 2, 3]] * 16, SamplingSettings(temperature=3.0, top_p=1)))
     assert len(set(step.tokens)) > 1
 
 
 def test_a_row_does_not_depend_on_how_many_rows_there_are():
-    model, hot = loud_model(), SamplingSettings(temperature=3.0)
+    model, hot = model_of(), SamplingSettings(temperature=3.0)
     many = texts(model, [[1, 2, 3], [4], [5, 6]], hot, 10)
     assert texts(model, [[1, 2, 3]], hot, 10) == many[:1]
     assert texts(model, [[1, 2, 3], [4]], hot, 10) == many[:2]
 
 
 def test_a_longer_text_begins_with_the_shorter_one():
-    model = loud_model()
+    model = model_of()
     assert texts(model, [[1, 2]], PLAIN, 20)[0][:7] == texts(model, [[1, 2]], PLAIN, 7)[0]
 
 
 def test_sampling_leaves_the_global_random_state_alone_and_does_not_read_it():
-    model = loud_model()
+    model = model_of()
     torch.manual_seed(5)
     before = torch.get_rng_state()
     first = texts(model, [[1, 2]], PLAIN, 6)
@@ -276,7 +259,7 @@ def test_sampling_leaves_the_global_random_state_alone_and_does_not_read_it():
 
 
 def test_the_model_reads_without_dropout_and_every_module_keeps_its_mode():
-    model, still = loud_model(dropout=0.5), loud_model()
+    model, still = model_of(dropout=0.5), model_of()
     model.train()
     model.layers[1].eval()
     before = [module.training for module in model.modules()]
@@ -290,14 +273,14 @@ def test_the_model_reads_without_dropout_and_every_module_keeps_its_mode():
 
 
 def test_every_module_keeps_its_mode_when_the_pass_fails():
-    model = loud_model().train()
+    model = model_of().train()
     with pytest.raises(RuntimeError), evaluating(model):
         raise RuntimeError
     assert model.training
 
 
 def test_training_goes_on_after_sampling():
-    model = loud_model("learned")
+    model = model_of("learned")
     texts(model, [[1, 2]], PLAIN, 3)
     model(torch.tensor([[1, 2, 3]])).sum().backward()
     assert all(parameter.grad is not None for parameter in model.parameters())
@@ -306,18 +289,16 @@ def test_training_goes_on_after_sampling():
 # --- Batches and the cache ---
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-@pytest.mark.parametrize("cache", [True, False])
-def test_a_short_prompt_beside_a_long_one_gives_the_text_it_gives_alone(scheme, cache):
-    model, prompts = loud_model(scheme), [tokens_of(2), tokens_of(14, seed=1), tokens_of(1, seed=2)]
+def test_a_short_prompt_beside_a_long_one_gives_the_text_it_gives_alone(arm):
+    model, prompts = model_of(arm), [tokens_of(2), tokens_of(14, seed=1), tokens_of(1, seed=2)]
     alone = [greedy_alone(model, prompt, 10) for prompt in prompts]
-    assert texts(model, prompts, GREEDY, 10, cache=cache) == alone
     assert len({tuple(text) for text in alone}) == 3
+    assert texts(model, prompts, GREEDY, 10) == alone
+    assert texts(model, prompts, GREEDY, 10, cache=False) == alone
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_logits_of_a_padded_row_equal_those_of_the_row_alone_at_every_step(scheme):
-    model = loud_model(scheme)
+def test_logits_of_a_padded_row_equal_those_of_the_row_alone_at_every_step(arm):
+    model = model_of(arm)
     rows = [Row(tokens_of(2)), Row(tokens_of(14, seed=1))]
     reader = Reader(model, length=24, keep=True)
     with torch.inference_mode():
@@ -328,16 +309,15 @@ def test_logits_of_a_padded_row_equal_those_of_the_row_alone_at_every_step(schem
                 row.tokens.append(token)
 
 
-@pytest.mark.parametrize("scheme", SCHEMES)
-def test_random_text_is_the_same_with_and_without_cache(scheme):
-    model, prompts = loud_model(scheme), [tokens_of(2), tokens_of(9, seed=1)]
+def test_random_text_is_the_same_with_and_without_cache(arm):
+    model, prompts = model_of(arm), [tokens_of(2), tokens_of(9, seed=1)]
     hot = SamplingSettings(temperature=2.0, repetition_penalty=1.3, top_k=20, min_p=0.01)
     assert texts(model, prompts, hot, 12) == texts(model, prompts, hot, 12, cache=False)
 
 
 def test_a_long_prompt_is_read_in_pieces_that_change_nothing(monkeypatch):
     monkeypatch.setattr("model.sampling.PIECE", 5)
-    model, prompts = loud_model(), [tokens_of(23), tokens_of(3, seed=1)]
+    model, prompts = model_of(), [tokens_of(23), tokens_of(3, seed=1)]
     assert texts(model, prompts, GREEDY, 6) == [greedy_alone(model, prompt, 6) for prompt in prompts]
 
 
@@ -351,7 +331,7 @@ def test_pads_stand_on_the_left_at_position_minus_1():
 
 
 def test_a_row_that_met_a_stop_token_gets_no_more_and_the_others_go_on_unchanged():
-    model, prompts = loud_model(), [tokens_of(3), tokens_of(6, seed=1)]
+    model, prompts = model_of(), [tokens_of(3), tokens_of(6, seed=1)]
     free = [greedy_alone(model, prompt, 12) for prompt in prompts]
     stop = next(token for token in free[0][2:6] if token not in free[1])
     cut = free[0][: free[0].index(stop) + 1]
@@ -364,7 +344,7 @@ def test_a_row_that_met_a_stop_token_gets_no_more_and_the_others_go_on_unchanged
 
 
 def test_generation_ends_when_every_row_has_ended():
-    model = loud_model()
+    model = model_of()
     first = greedy_alone(model, [1, 2], 3)
     steps = list(generate(model, [[1, 2]] * 2, GREEDY, 100, stop_ids=first))
     assert len(steps) == 1
@@ -372,12 +352,12 @@ def test_generation_ends_when_every_row_has_ended():
 
 
 def test_no_prompt_and_no_new_token_give_no_step():
-    assert list(generate(loud_model(), [], GREEDY, 5)) == []
-    assert list(generate(loud_model(), [[1]], GREEDY, 0)) == []
+    assert list(generate(model_of(), [], GREEDY, 5)) == []
+    assert list(generate(model_of(), [[1]], GREEDY, 0)) == []
 
 
 def test_a_large_limit_on_new_tokens_costs_nothing_until_it_is_used():
-    steps = generate(loud_model(), [[1]], GREEDY, 10**12)
+    steps = generate(model_of(), [[1]], GREEDY, 10**12)
     assert next(steps).ended == [None]
 
 
@@ -393,16 +373,16 @@ def test_a_large_limit_on_new_tokens_costs_nothing_until_it_is_used():
 )
 def test_what_cannot_be_continued_is_refused_before_any_token(prompts, more, words):
     with pytest.raises(UserError, match=words):
-        generate(loud_model(), prompts, GREEDY, **more)
+        generate(model_of(), prompts, GREEDY, **more)
 
 
 # --- Repetition ---
 
 
-def repeats_nothing(scheme: str, **more) -> tuple[list[int], list[int]]:
+def repeats_nothing(arm: str, **more) -> tuple[list[int], list[int]]:
     prompt = [3, 4, 5]
     strict = SamplingSettings(temperature=0, repetition_penalty=1e6)
-    return prompt, texts(loud_model(scheme), [prompt], strict, 20, **more)[0]
+    return prompt, texts(model_of(arm), [prompt], strict, 20, **more)[0]
 
 
 def test_the_prompt_and_the_new_text_count_as_repetition():
@@ -416,7 +396,7 @@ def test_a_repetition_penalty_looks_at_the_whole_text_also_after_a_reread():
 
 
 def test_pads_and_other_rows_do_not_count_as_repetition():
-    model, strict = loud_model(), SamplingSettings(temperature=0, repetition_penalty=1.5)
+    model, strict = model_of(), SamplingSettings(temperature=0, repetition_penalty=1.5)
     prompts = [tokens_of(2), tokens_of(14, seed=1)]
     alone = [texts(model, [prompt], strict, 12)[0] for prompt in prompts]
     assert texts(model, prompts, strict, 12) == alone
@@ -426,10 +406,8 @@ def test_pads_and_other_rows_do_not_count_as_repetition():
 
 
 def test_a_token_that_ends_a_text_is_never_penalised():
-    model = loud_model()
-    first = greedy_alone(model, [3, 4], 1)[0]
+    model = model_of()
     strict = SamplingSettings(temperature=0, repetition_penalty=1e6)
-    assert texts(model, [[first, 3, 4]], strict, 1) != [[first]] or first != greedy_alone(model, [first, 3, 4], 1)[0]
     with torch.no_grad():
         model.lm_head.weight[7] = 2 * model.lm_head.weight[greedy_alone(model, [7, 3, 4], 1)[0]]
     assert texts(model, [[7, 3, 4]], strict, 1) != [[7]]
@@ -439,48 +417,49 @@ def test_a_token_that_ends_a_text_is_never_penalised():
 # --- Past the context ---
 
 
-@pytest.mark.parametrize("scheme", UNLIMITED)
-@pytest.mark.parametrize("cache", [True, False])
-def test_an_unlimited_scheme_goes_on_past_the_context(scheme, cache):
-    model, prompt = loud_model(scheme), tokens_of(10)
-    assert texts(model, [prompt], GREEDY, 3 * CONTEXT, cache=cache) == [greedy_alone(model, prompt, 3 * CONTEXT)]
+@pytest.mark.parametrize("arm", UNLIMITED)
+def test_an_unlimited_scheme_goes_on_past_the_context(arm):
+    model, prompt = model_of(arm), tokens_of(10)
+    alone = [greedy_alone(model, prompt, 2 * CONTEXT)]
+    assert texts(model, [prompt], GREEDY, 2 * CONTEXT) == alone
+    assert texts(model, [prompt], GREEDY, 2 * CONTEXT, cache=False) == alone
 
 
 @pytest.mark.parametrize("cache", [True, False])
 def test_under_stop_a_row_ends_when_its_newest_token_has_no_position(cache):
-    model, prompts = loud_model("learned"), [tokens_of(20), tokens_of(3, seed=1)]
+    model, prompts = model_of("learned"), [tokens_of(20), tokens_of(3, seed=1)]
     long, short = (greedy_alone(model, prompt, CONTEXT + 1 - len(prompt)) for prompt in prompts)
     assert texts(model, prompts, GREEDY, 60, cache=cache) == [long, short]
     assert endings(model, prompts, GREEDY, 60, cache=cache) == ["context", "context"]
-    assert endings(model, prompts, GREEDY, 5, cache=cache) == ["context", "length"]
-    assert endings(model, prompts[1:], GREEDY, 5, cache=cache) == ["length"]
+    assert endings(model, prompts, GREEDY, 6, cache=cache) == ["context", "length"]
+    assert endings(model, prompts, GREEDY, 5, cache=cache) == ["length", "length"]
 
 
 def test_a_prompt_that_fills_the_context_is_continued_by_one_token():
-    model, prompt = loud_model("learned"), tokens_of(CONTEXT)
+    model, prompt = model_of("learned"), tokens_of(CONTEXT)
     assert texts(model, [prompt], GREEDY, 9) == [greedy_alone(model, prompt, 1)]
 
 
 def test_a_prompt_beyond_the_context_is_refused_under_stop_before_any_token():
     with pytest.raises(UserError, match="25 tokens, but position 'learned' is defined for 24"):
-        generate(loud_model("learned"), [[1], tokens_of(CONTEXT + 1)], GREEDY)
+        generate(model_of("learned"), [[1], tokens_of(CONTEXT + 1)], GREEDY)
 
 
 @pytest.mark.parametrize("cache", [True, False])
-@pytest.mark.parametrize("lengths", [[10], [CONTEXT], [CONTEXT + 1], [100], [3, 20, 100], [24, 23, 12]])
+@pytest.mark.parametrize("lengths", [[CONTEXT], [CONTEXT + 1], [3, 20, 100], [24, 23, 12]])
 def test_under_reread_the_last_half_of_the_context_is_read_afresh(lengths, cache):
-    model = loud_model("learned")
+    model = model_of("learned")
     prompts = [tokens_of(length, seed) for seed, length in enumerate(lengths)]
-    alone = [greedy_alone(model, prompt, 2 * CONTEXT, limit=CONTEXT) for prompt in prompts]
-    assert texts(model, prompts, GREEDY, 2 * CONTEXT, past_context="reread", cache=cache) == alone
+    alone = [greedy_alone(model, prompt, 30, limit=CONTEXT) for prompt in prompts]
+    assert texts(model, prompts, GREEDY, 30, past_context="reread", cache=cache) == alone
 
 
 def test_reread_means_nothing_to_an_unlimited_scheme():
-    model, prompt = loud_model(), tokens_of(30)
+    model, prompt = model_of(), tokens_of(30)
     assert texts(model, [prompt], GREEDY, 30, past_context="reread") == texts(model, [prompt], GREEDY, 30)
 
 
 def test_a_limit_of_one_position_reads_one_token_at_a_time():
-    model = loud_model("learned")
+    model = model_of("learned")
     model.position.max_positions = 1
     assert len(texts(model, [[1]], GREEDY, 5, past_context="reread")[0]) == 5

@@ -30,7 +30,7 @@ from typing import (
 os.environ.setdefault("PYDANTIC_DISABLE_PLUGINS", "__all__")
 
 import tyro
-from pydantic import BaseModel, ValidationError
+from pydantic import BaseModel, ValidationError, model_validator
 from pydantic.fields import FieldInfo
 from tyro.constructors import (
     ConstructorRegistry,
@@ -69,6 +69,12 @@ class TrainArguments(Config):
     """Go on where the run's last checkpoint ends."""
     overwrite: bool = False
     """Replace an existing run folder; without this flag it is never touched."""
+
+    @model_validator(mode="after")
+    def _one_or_the_other(self) -> "TrainArguments":
+        if self.resume and self.overwrite:
+            raise ValueError("--resume goes on with a run and --overwrite throws it away: give one of them")
+        return self
 
 
 class Request(NamedTuple, Generic[C]):
@@ -170,8 +176,12 @@ def plain_words(settings: type[BaseModel], argv: Sequence[str]) -> list[str]:
 def _rewritten(flag: str, parts: list[Any], value: str) -> list[str]:
     if parts != [bool] or value not in _SWITCH_WORDS:
         return []
+    return [flag if _SWITCH_WORDS[value] else _off(flag)]
+
+
+def _off(flag: str) -> str:
     group, dot, name = flag.removeprefix("--").rpartition(".")
-    return [flag if _SWITCH_WORDS[value] else f"--{group}{dot}no-{name}"]
+    return f"--{group}{dot}no-{name}"
 
 
 def _flags(settings: type[BaseModel]) -> dict[str, list[Any]]:
@@ -179,7 +189,7 @@ def _flags(settings: type[BaseModel]) -> dict[str, list[Any]]:
     flags: dict[str, list[Any]] = {}
     for path, field in every_field(settings):
         flags.setdefault(_flag(path), []).extend(alternatives(field.annotation))
-    return flags | {_flag(("no",)) + flag[1:]: parts for flag, parts in flags.items() if bool in parts}
+    return flags | {_off(flag): [bool] for flag, parts in flags.items() if bool in parts}
 
 
 def _width(parts: list[Any]) -> float:
@@ -260,7 +270,7 @@ def _refuse_what_another_kind_has(settings: BaseModel, argv: Sequence[str]) -> N
     for path, union in unions(settings):
         members = kinds(union.annotation)
         present = _kind_at(settings, path)
-        for name in {name for member in members.values() for name in member.model_fields}:
+        for name in dict.fromkeys(name for member in members.values() for name in member.model_fields):
             owners = [kind for kind, member in members.items() if name in member.model_fields]
             if present not in owners and any(_hyphens(word.partition("=")[0]) == _flag((*path, name)) for word in argv):
                 flag, owned = _flag((*path, name)), ", ".join(owners)
@@ -370,7 +380,8 @@ def _from_words(parts: tuple[Any, ...], is_list: bool, given: list[str]) -> Any:
     if len(given) == 1 and type(None) in parts and given[0].lower() in NONE_WORDS:
         return None
     literals = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
-    return tuple(given) if is_list and given[:1] not in [[word] for word in literals] else given[0]
+    a_word_alone = len(given) == 1 and (not is_list or given[0] in literals)
+    return given[0] if a_word_alone else tuple(given)
 
 
 def _to_words(value: Any) -> list[str]:

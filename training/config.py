@@ -294,6 +294,9 @@ def written_path(settings: type[BaseModel], loc: tuple[str | int, ...]) -> Path_
     return path
 
 
+_ABSENT = object()
+
+
 def _at(settings: type[BaseModel], tree: Any, path: Path_) -> tuple[type[BaseModel] | None, Any, Any]:
     """Follow a path: the class that holds the last name, the type of that field (None: unknown), its value."""
     group: type[BaseModel] | None = settings
@@ -305,18 +308,18 @@ def _at(settings: type[BaseModel], tree: Any, path: Path_) -> tuple[type[BaseMod
         annotation = field.annotation if field else None
         if field and field.metadata:
             annotation = Annotated[annotation, *field.metadata]
-        value = value.get(name) if isinstance(value, Mapping) else None
+        value = value.get(name, _ABSENT) if isinstance(value, Mapping) else _ABSENT
         group = group_of(annotation, value)
     return holder, annotation, value
 
 
 def _refused(settings: type[BaseModel], tree: Mapping[str, Any], path: Path_) -> str:
     _, annotation, value = _at(settings, tree, path)
-    shown, members = value, kinds(annotation)
+    members = kinds(annotation)
     if members and isinstance(value, Mapping):
-        path, shown = (*path, "kind"), value.get("kind")
-    words = _short(shown) + " is refused" if shown is not None else "is missing"
-    return f"{'.'.join(path)}: {words}; it must be {expected(annotation)}{nearest(shown, _words(annotation))}"
+        path, value = (*path, "kind"), value.get("kind", _ABSENT)
+    words = "is missing" if value is _ABSENT else f"{_short(value)} is refused"
+    return f"{'.'.join(path)}: {words}; it must be {expected(annotation)}{nearest(value, _words(annotation))}"
 
 
 def _unknown(settings: type[BaseModel], tree: Mapping[str, Any], path: Path_) -> str:
@@ -406,9 +409,10 @@ class _Reader(yaml.SafeLoader):
     def construct_mapping(self, node: Any, deep: bool = False) -> Any:
         seen = set()
         for key, _ in node.value:
+            problem = "is no name of a setting" if key.tag != "tag:yaml.org,2002:str" else "stands here twice"
             if key.tag != "tag:yaml.org,2002:str" or key.value in seen:
-                problem = "is no name of a setting" if key.value not in seen else "stands here twice"
-                raise yaml.constructor.ConstructorError(None, None, f"{key.value!r} {problem}", key.start_mark)
+                shown = key.value if isinstance(key, yaml.ScalarNode) else "a list or group"
+                raise yaml.constructor.ConstructorError(None, None, f"{shown} {problem}", key.start_mark)
             seen.add(key.value)
         return super().construct_mapping(node, deep)
 
@@ -431,6 +435,13 @@ class _Writer(yaml.SafeDumper):
         return True
 
 
+def _quoted(writer: _Writer, text: str) -> yaml.ScalarNode:
+    # Outside double quotes PyYAML folds the rarer line breaks (U+0085, U+2028) into spaces.
+    style = None if text.isprintable() else '"'
+    return writer.represent_scalar("tag:yaml.org,2002:str", text, style=style)
+
+
+_Writer.add_representer(str, _quoted)
 _Writer.add_implicit_resolver("tag:yaml.org,2002:float", re.compile(f"(?:{_FLOAT})\\Z"), [*"-+.0123456789"])
 
 

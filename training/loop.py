@@ -35,9 +35,8 @@ class Interrupted(Exception):  # noqa: N818 - no error: the person asked to stop
     """The run was stopped by the person or the system, after a checkpoint."""
 
 
-def train(config: Config, resume: bool = False, overwrite: bool = False) -> Evaluation:
+def train(config: Config, folder: RunFolder, resume: bool = False, overwrite: bool = False) -> Evaluation:
     """Train one run from its settings, or go on with it, and return how well it predicts the validation split."""
-    folder = RunFolder(config.training.out or "runs/base")
     refuse_existing(folder, resume, overwrite)
     going_on = resume and folder.exists()
     if resume and not going_on:
@@ -92,7 +91,7 @@ def take_up(trainer: Trainer, folder: RunFolder, prepared: Prepared) -> None:
     """Go back to the last checkpoint, and forget what was written down after it."""
     checkpoint = folder.checkpoint("last")
     trainer.restore(checkpoint)
-    if trainer.data_digest != prepared.digest:
+    if trainer.data_digest != data_digest(prepared):
         raise UserError(
             f"the prepared data in {prepared.folder} are not those that run {folder.path} was trained on: "
             "start another run with --training.out"
@@ -102,13 +101,18 @@ def take_up(trainer: Trainer, folder: RunFolder, prepared: Prepared) -> None:
     print(f"resumed {checkpoint}")
 
 
+def data_digest(prepared: Prepared) -> str:
+    """Return what identifies the training tokens; their file names the tokenizer too."""
+    return str(prepared.manifest["files"]["train.tokens"])
+
+
 class Run:
     """One run under way."""
 
     def __init__(self, trainer: Trainer, folder: RunFolder, prepared: Prepared) -> None:
         self.trainer, self.folder, self.prepared = trainer, folder, prepared
         self.config, self.settings = trainer.config, trainer.config.training
-        self.trainer.data_digest = prepared.digest
+        self.trainer.data_digest = data_digest(prepared)
         self.hardware: Hardware = trainer.hardware
         context = self.config.model.context
         self.some_windows = evaluation_windows(prepared.validation.ids, context, self.settings.eval_windows)
@@ -205,7 +209,7 @@ class Run:
 
     def sample(self) -> None:
         """Print a short sample, and keep it in the run folder."""
-        text = sample_text(self.trainer.model, self.prepared.tokenizer, self.settings)
+        text = sample_text(self.trainer.model, self.prepared.tokenizer, self.settings, self.trainer.next_step)
         record_sample(self.folder.samples, self.trainer.next_step, text)
         self.progress.say(f"--- sample at step {self.trainer.next_step}\n{text}\n---")
 

@@ -9,11 +9,17 @@ from training.run_folder import RunFolder
 
 # Settings that change nothing a run learns, so that a resumed run may have others.
 FREE = {
-    f"training.{name}"
-    for name in (
-        "out log_every eval_every eval_windows checkpoint_every keep sample_every sample_prompt sample_tokens "
-        "wandb wandb_project"
-    ).split()
+    "training.out",
+    "training.log_every",
+    "training.eval_every",
+    "training.eval_windows",
+    "training.checkpoint_every",
+    "training.keep",
+    "training.sample_every",
+    "training.sample_prompt",
+    "training.sample_tokens",
+    "training.wandb",
+    "training.wandb_project",
 }
 LENGTH = {"training.steps", "training.max_minutes"}
 

@@ -5,10 +5,20 @@ from pathlib import Path
 
 from data.tokenizer import Tokenizer
 from model.durable import write_text
+from model.sampling import generate
+from model.sampling_config import SamplingSettings
 from model.transformer import Transformer
 from training.config import TrainingConfig
 
 _HEADING = re.compile(r"^=== step (\d+)\n", re.MULTILINE)
+
+
+def sample_text(model: Transformer, tokenizer: Tokenizer, settings: TrainingConfig, step: int) -> str:
+    """Return the sample prompt continued; draws from a generator of its own, so training goes on as if unasked."""
+    prompt = [tokenizer.bos, *tokenizer.encode(settings.sample_prompt)]
+    steps = generate(model, [prompt], SamplingSettings(seed=step), settings.sample_tokens, (tokenizer.bos, tokenizer.eos))
+    new = [token for step in steps for token in step.tokens if token is not None]
+    return settings.sample_prompt + tokenizer.decode(new)
 
 
 def record_sample(path: Path, step: int, text: str) -> None:

@@ -7,7 +7,7 @@ from training.config import OptimizerConfig
 
 def warmup_length(config: OptimizerConfig, steps: int) -> int:
     """Return the number of warm-up steps: as configured, but at most half the run."""
-    return min(config.warmup_steps, steps // 2)
+    return min(config.warmup_steps, (steps - 1) // 2)
 
 
 def learning_rate(step: int, steps: int, config: OptimizerConfig) -> float:

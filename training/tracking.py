@@ -6,7 +6,6 @@ login on a terminal, wait 90 seconds for a server, print tracebacks at exit, or 
 """
 
 import contextlib
-import fcntl
 import json
 import math
 import os
@@ -15,7 +14,7 @@ import subprocess
 import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, BinaryIO, TextIO
+from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
 from model.durable import write_text
 from model.errors import UserError
@@ -30,7 +29,7 @@ Row = dict[str, Any]
 CLOCKS = frozenset({"seconds", "tokens_per_second"})
 """Fields that measure time: the only ones that may differ between a resumed run and one that was never interrupted."""
 
-INIT_SECONDS = 10.0
+INIT_SECONDS = 8.0
 """How long wandb may try to reach its server at the start. Training does not wait for it."""
 FINISH_SECONDS = 6.0
 """How long wandb may go on uploading when the run is over."""
@@ -52,8 +51,8 @@ class Metrics:
     def log(self, row: Mapping[str, Any]) -> None:
         """Append a row; it is in the file when this returns.
 
-        A number that is not finite becomes null. TypeError for a value that is not plain (a tensor), OSError where
-        the disk is full; neither leaves a half line.
+        A number that is not finite becomes null. TypeError for a value that is not plain (a tensor), ValueError for
+        such a number inside a list, OSError where the disk is full; none of them leaves a half line.
         """
         assert isinstance(row.get("step"), int), "a row needs a step, or no resumed run could take it back"
         line = json.dumps({name: _finite(value) for name, value in row.items()}, allow_nan=False) + "\n"
@@ -70,7 +69,7 @@ class Metrics:
 
 
 def read(path: Path | str) -> list[Row]:
-    """Return all rows, none where there is no file yet; a half last line is left out, UserError for any other damage."""
+    """Return all rows, none where there is no file yet, without a half last line; UserError for any other damage."""
     path = Path(path)
     return [row for _, row in _rows(path, path.read_bytes())] if path.exists() else []
 
@@ -137,7 +136,7 @@ def tell(problem: str) -> None:
     """Say in one line on stderr what became of wandb, without tearing a bar."""
     from tqdm import tqdm
 
-    tqdm.write(f"wandb: {problem}; the run goes on, {METRICS} has every row", file=sys.stderr)
+    tqdm.write(f"wandb: {problem.rstrip('.')}; the run goes on, {METRICS} has every row", file=sys.stderr)
 
 
 def _order(metrics: Path, config: "Config") -> Row:
@@ -159,7 +158,7 @@ class Sender:
     """
 
     def __init__(self, order: Row, tell: Callable[[str], None]) -> None:
-        self.tell, self.is_quiet = tell, False
+        self.tell, self.has_complained = tell, False
         self.process: subprocess.Popen[bytes] | None = None
         try:
             self.process = _start_process()
@@ -192,8 +191,8 @@ class Sender:
 
     @property
     def _stdout(self) -> BinaryIO:
-        assert self.process is not None and self.process.stdout is not None
-        return self.process.stdout  # type: ignore[return-value]
+        assert self.process is not None
+        return cast(BinaryIO, self.process.stdout)
 
     def _write(self, data: bytes) -> None:
         # The pipe does not block: when 64 KiB of nudges lie unread, one more would say nothing new.
@@ -210,8 +209,8 @@ class Sender:
             self._complain(f"its process ended with status {self.process.returncode}")
 
     def _complain(self, problem: str) -> None:
-        if not self.is_quiet:
-            self.is_quiet = True
+        if not self.has_complained:
+            self.has_complained = True
             self.tell(problem)
 
 
@@ -238,11 +237,11 @@ def _start_process() -> subprocess.Popen[bytes]:
 def main() -> None:
     """Send rows until standard input ends; say on standard output, in one line, what went wrong."""
     say = _line_to(os.dup(1))
-    # wandb's service inherits the standard output, and would keep it open after this process is gone.
+    # Whatever wandb and its service print there is no report of ours.
     os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-    sys.stderr = _Complaints(say)
+    sys.stderr = cast(Any, _Complaints(say))
     try:
-        send(json.loads(sys.stdin.readline()), sys.stdin, say)
+        send(json.loads(sys.stdin.readline()), sys.stdin)
     except Exception as problem:
         # The one place where every exception is caught: wandb raises what it likes (its own, protobuf's, asyncio's,
         # an ImportError), and none of it is a reason to do anything but stop sending.
@@ -251,33 +250,44 @@ def main() -> None:
     os._exit(0)
 
 
-def send(order: Row, nudges: Iterable[str], say: Callable[[str], None]) -> None:
+def send(order: Row, nudges: Iterable[str]) -> None:
     """Copy the rows of metrics.jsonl to one wandb run, each step once, also over several sessions."""
     metrics = Path(order["metrics"])
     with _one_at_a_time(metrics.parent / "wandb"):
-        state_path = metrics.parent / WANDB_STATE
-        state = json.loads(state_path.read_text()) if state_path.exists() else {"id": secrets.token_hex(4), "sent": -1}
-        if (run := open_run(order, state["id"])) is None:
-            return say("no API key found, `wandb login` stores one")
+        state = State(metrics.parent / WANDB_STATE)
+        run = open_run(order, state.run_id)
         # The server knows best what reached it; an offline run has no server to ask.
-        sent = run.step - 1 if order["mode"] == "online" else state["sent"]
-        write_text(state_path, json.dumps(state))
+        last = run.step - 1 if order["mode"] == "online" else state.sent
         for row in follow(metrics, nudges):
-            if row["step"] > sent:
+            if row["step"] > last:
                 # Written down before it is sent: a kill in between costs wandb a row, but never doubles one.
-                write_text(state_path, json.dumps({**state, "sent": row["step"]}))
+                state.save(row["step"])
                 run.log({name: value for name, value in row.items() if value is not None}, step=row["step"])
         run.finish()
 
 
+class State:
+    """What the next session must know: the id of the wandb run, and the last step that was handed to it."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        stored = json.loads(path.read_text()) if path.exists() else {}
+        self.run_id: str = stored.get("id") or secrets.token_hex(4)
+        self.sent: int = stored.get("sent", -1)
+        self.save(self.sent)
+
+    def save(self, sent: int) -> None:
+        """Write down that everything up to step `sent` was handed over."""
+        self.sent = sent
+        write_text(self.path, json.dumps({"id": self.run_id, "sent": sent}))
+
+
 def open_run(order: Row, run_id: str) -> Any:
-    """Open the wandb run with this id, new or not; None where wandb knows no key for its server."""
-    # Both calls below ask the environment, where a left-over setting would speak against the configuration.
-    os.environ["WANDB_MODE"] = order["mode"]
+    """Open the wandb run with this id, new or not; whatever wandb raises where it cannot."""
     import wandb
 
-    if order["mode"] == "online" and not wandb.login(prompt=False, verify=False):
-        return None
+    # Without a key, init asks for one on a terminal. This process has none, so there it raises a UsageError at once.
+    # wandb.login(prompt=False) would ask for the key too, but then spends 5 seconds on an unreachable server.
     folder = Path(order["metrics"]).parent
     return wandb.init(
         project=order["project"],
@@ -317,6 +327,8 @@ def _next_rows(file: BinaryIO) -> Iterator[Row]:
 @contextlib.contextmanager
 def _one_at_a_time(folder: Path) -> Iterator[None]:
     # The sender of a killed run may still be uploading when the resumed run starts its own.
+    import fcntl
+
     folder.mkdir(exist_ok=True)
     handle = os.open(folder, os.O_RDONLY)
     try:
@@ -327,8 +339,11 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 
 def _line_to(handle: int) -> Callable[[str], None]:
-    # One write of less than a pipe's atomic size: the reader sees all of a line or nothing.
-    return lambda text: os.write(handle, (" ".join(text.split())[:400] + "\n").encode()) and None
+    def say(text: str) -> None:
+        # One write of less than a pipe's atomic size: the reader sees all of the line or nothing.
+        os.write(handle, (" ".join(text.split())[:400] + "\n").encode())
+
+    return say
 
 
 class _Complaints:

@@ -7,9 +7,9 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
-from data.loader import Windows
 from torch import Tensor
 
+from data.loader import Windows
 from model.checkpoint import load_weights
 from model.errors import UserError
 from model.transformer import IGNORED, Transformer, token_losses
@@ -57,6 +57,7 @@ class Trainer:
         self.skipped_in_a_row = 0
         self.best_loss = math.inf
         self.seconds = 0.0
+        self.data_digest = ""
 
     def step(self) -> StepResult:
         """Read the step's windows, move the weights once, and say what happened."""
@@ -135,6 +136,7 @@ class Trainer:
             "skipped_in_a_row": self.skipped_in_a_row,
             "best_loss": self.best_loss,
             "seconds": self.seconds,
+            "data_digest": self.data_digest,
         }
 
     def restore(self, folder: Path) -> None:
@@ -144,7 +146,7 @@ class Trainer:
         self.optimizer.load_state_dict(state["optimizer"])
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
-        for name in ("next_step", "skipped", "skipped_in_a_row", "best_loss", "seconds"):
+        for name in ("next_step", "skipped", "skipped_in_a_row", "best_loss", "seconds", "data_digest"):
             setattr(self, name, state[name])
 
 

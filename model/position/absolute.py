@@ -31,8 +31,8 @@ class Learned(PositionScheme):
         draw(self.table, self.init_std)
 
     def embed(self, x: Tensor, positions: Tensor, layer: int) -> Tensor:
-        # A pad's position -1 reads row 0: its own output is never used, and no other token sees it.
-        return x + self.table[positions.clamp(min=0)].to(x.dtype)
+        # A pad's position -1 reads the last row: its own output is never used, and no other token sees it.
+        return x + self.table[positions].to(x.dtype)
 
 
 def sinusoids(positions: Tensor, width: int, base: float, dtype: torch.dtype) -> Tensor:

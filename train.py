@@ -1,0 +1,24 @@
+"""Train one configuration: python train.py configs/demo.yaml --model.position learned"""
+
+import sys
+
+from training.command_line import exit_on_user_error, parse_training
+from training.run_folder import RunFolder
+
+
+@exit_on_user_error()
+def main() -> None:
+    """Read the command line, then train; torch is imported once the arguments are known to be right."""
+    request = parse_training()
+    from training.loop import Interrupted, train
+
+    name = request.config_path.stem if request.config_path else "base"
+    try:
+        train(request.config, RunFolder(request.config.training.out or f"runs/{name}"), request.resume, request.overwrite)
+    except Interrupted as stop:
+        print(stop, file=sys.stderr)
+        sys.exit(130)
+
+
+if __name__ == "__main__":
+    main()
