@@ -19,7 +19,7 @@ from model.errors import UserError
 from model.sampling_config import PastContext, SamplingSettings
 from model.settings import Settings
 from training.command_line import exit_on_user_error, parse
-from training.config import build
+from training.settings_tree import build
 from training.run_folder import RunFolder
 
 if TYPE_CHECKING:

@@ -13,8 +13,9 @@ def main() -> None:
     from training.loop import Interrupted, train
 
     name = request.config_path.stem if request.config_path else "base"
+    folder = RunFolder(request.config.training.out or f"runs/{name}")
     try:
-        train(request.config, RunFolder(request.config.training.out or f"runs/{name}"), request.resume, request.overwrite)
+        train(request.config, folder, request.resume, request.overwrite)
     except Interrupted as stop:
         print(stop, file=sys.stderr)
         sys.exit(130)

@@ -163,9 +163,7 @@ def _processor(model_bytes: bytes, source: str) -> "SentencePieceProcessor":
 
     processor = SentencePieceProcessor()
     try:
-        # Without content the library would load nothing and say so on stderr only.
-        if not model_bytes or not processor.LoadFromSerializedProto(model_bytes):
-            raise RuntimeError("empty")
+        processor.LoadFromSerializedProto(model_bytes)
     except RuntimeError as error:
         raise UserError(f"{source} is no SentencePiece model, or a damaged one ({len(model_bytes)} bytes)") from error
     return processor

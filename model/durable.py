@@ -45,10 +45,11 @@ def write_text(path: Path, text: str) -> None:
 
 
 def write_folder(target: Path, writers: Mapping[str, Writer]) -> None:
-    """Write a folder of files whole, with a manifest of their sizes and hashes; an older `target` gives way at the end.
+    """Write a new folder of files whole, with a manifest of their sizes and hashes.
 
     The files are made in a hidden folder beside the target, forced onto the disk and renamed. Whatever fails on the
-    way, the hidden folder is removed and the target stays what it was.
+    way, the hidden folder is removed. OSError where the target is there already: a folder cannot be exchanged in one
+    move, and between two a kill would leave none.
     """
     with _hidden_folder(target) as folder:
         for name, write in writers.items():
@@ -58,7 +59,8 @@ def write_folder(target: Path, writers: Mapping[str, Writer]) -> None:
         for name in (*writers, MANIFEST):
             sync(folder / name)
         sync(folder)
-        _take_the_place(folder, target)
+        folder.rename(target)
+        sync(target.parent)
 
 
 def _entry(path: Path) -> dict[str, int | str]:
@@ -73,16 +75,6 @@ def _hidden_folder(target: Path) -> Iterator[Path]:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
-
-
-def _take_the_place(folder: Path, target: Path) -> None:
-    # A folder cannot be renamed onto one that holds files, so an older one steps aside first.
-    aside = folder.with_name(folder.name + ".old")
-    if target.exists():
-        target.rename(aside)
-    folder.rename(target)
-    sync(target.parent)
-    shutil.rmtree(aside, ignore_errors=True)
 
 
 def check_folder(folder: Path) -> None:

@@ -16,7 +16,8 @@ from model.errors import UserError
 from model.position import SCHEMES
 from model.position.config import LearnedConfig, RoPEConfig
 from model.settings import Settings
-from training.config import Config, build, defaults, load, merge, save, to_yaml
+from training.config import Config, load, save, to_yaml
+from training.settings_tree import build, defaults, merge
 
 CONFIGS = Path(__file__).parent.parent / "configs"
 SHIPPED = [path for path in sorted(CONFIGS.rglob("*.yaml")) if path.parent.name != "compare"]
@@ -443,7 +444,7 @@ def test_a_file_in_the_place_of_a_folder_is_told_in_one_line(tmp_path):
 
 def test_what_a_field_may_be_covers_every_field():
     """No type of a field is shown by its Python name."""
-    from training.config import every_field, expected
+    from training.settings_tree import every_field, expected
 
     for path, field in every_field(Config):
         assert not any(sign in expected(field.annotation) for sign in "<>'"), path

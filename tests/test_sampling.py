@@ -198,8 +198,10 @@ def test_draws_have_the_frequencies_of_the_softmax():
     assert (drawn != 4).all()
 
 
-def test_the_noise_is_finite_even_for_the_smallest_draw():
-    assert gumbel_noise([torch.Generator().manual_seed(0)] * 500, 2000).isfinite().all()
+def test_the_noise_is_finite_even_where_the_generator_draws_0(monkeypatch):
+    monkeypatch.setattr("torch.rand", lambda size, **kwargs: torch.zeros(size, dtype=torch.float64))
+    only_the_last = torch.tensor([[float("-inf")] * 4 + [0.0]])
+    assert pick(only_the_last, gumbel_noise([torch.Generator()], 5)).tolist() == [4]
 
 
 def test_a_model_whose_output_is_nan_is_reported_in_words():

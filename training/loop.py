@@ -46,10 +46,10 @@ def train(config: Config, folder: RunFolder, resume: bool = False, overwrite: bo
     prepared = prepare(config.data)
     model = config.model.model_copy(update={"vocab_size": prepared.tokenizer.vocab_size})
     trainer = make_trainer(config.model_copy(update={"model": model}), prepared)
-    if not going_on:
-        trainer = start(trainer, folder, prepared)
-    elif folder.pointed("last") is not None:
+    if going_on:
         take_up(trainer, folder, prepared)
+    else:
+        start(trainer, folder, prepared)
     return Run(trainer, folder, prepared).go()
 
 
@@ -59,7 +59,7 @@ def make_trainer(config: Config, prepared: Prepared) -> Trainer:
     return Trainer(config, Windows(prepared.train.ids, config.model.context, config.training.seed), hardware)
 
 
-def start(trainer: Trainer, folder: RunFolder, prepared: Prepared) -> Trainer:
+def start(trainer: Trainer, folder: RunFolder, prepared: Prepared) -> None:
     """Settle how many steps the run has, and write down its settings and tokenizer."""
     config = trainer.config
     if config.training.max_minutes is not None:
@@ -71,7 +71,6 @@ def start(trainer: Trainer, folder: RunFolder, prepared: Prepared) -> Trainer:
     folder.checkpoints.mkdir(parents=True, exist_ok=True)
     folder.tokenizer.write_bytes(prepared.tokenizer.model_bytes)
     write_text(folder.config, to_yaml(config))
-    return trainer
 
 
 def fitted_steps(trainer: Trainer, max_minutes: float) -> int:
@@ -88,17 +87,18 @@ def _seconds_of_a_step(trainer: Trainer) -> float:
 
 
 def take_up(trainer: Trainer, folder: RunFolder, prepared: Prepared) -> None:
-    """Go back to the last checkpoint, and forget what was written down after it."""
-    checkpoint = folder.checkpoint("last")
-    trainer.restore(checkpoint)
-    if trainer.data_digest != data_digest(prepared):
-        raise UserError(
-            f"the prepared data in {prepared.folder} are not those that run {folder.path} was trained on: "
-            "start another run with --training.out"
-        )
+    """Go back to the last checkpoint, or to the start where there is none yet, and forget what came after it."""
+    if folder.pointed("last") is not None:
+        trainer.restore(folder.checkpoint("last"))
+        if trainer.data_digest != data_digest(prepared):
+            raise UserError(
+                f"the prepared data in {prepared.folder} are not those that run {folder.path} was trained on: "
+                "start another run with --training.out"
+            )
     Metrics(folder.metrics).rewind(trainer.next_step)
     rewind_samples(folder.samples, trainer.next_step)
-    print(f"resumed {checkpoint}")
+    folder.discard_after(trainer.next_step)
+    print(f"going on with {folder.path} after step {trainer.next_step}")
 
 
 def data_digest(prepared: Prepared) -> str:
@@ -240,7 +240,7 @@ class Run:
         print(
             f"\nvalidation loss {final.loss:.4f}   perplexity {final.perplexity:.2f}   "
             f"bits per byte {final.bits_per_byte:.4f}   (all {final.tokens:,} tokens of the validation split)\n"
-            f"trained for {clock(self.trainer.seconds)} minutes, {self.settings.steps} steps\n\n"
+            f"{self.settings.steps} steps in {clock(self.trainer.seconds)} minutes of training\n\n"
             f"{folder}/checkpoints  weights    {folder}/metrics.jsonl  figures    {folder}/samples.txt  samples\n\n"
             f"try next\n"
             f'  python generate.py {folder} --prompt "class "\n'

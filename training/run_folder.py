@@ -71,6 +71,14 @@ class RunFolder:
             if step not in kept:
                 shutil.rmtree(self.step_folder(step))
 
+    def discard_after(self, step: int) -> None:
+        """Remove checkpoints later than a step, which a resumed run writes anew, and what a kill left half-written."""
+        for later in self.steps():
+            if later > step:
+                shutil.rmtree(self.step_folder(later))
+        for remains in self.checkpoints.glob(".*.tmp"):
+            shutil.rmtree(remains) if remains.is_dir() else remains.unlink()
+
     def clear(self) -> None:
         """Remove what a run wrote here, and nothing else."""
         shutil.rmtree(self.checkpoints, ignore_errors=True)

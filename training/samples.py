@@ -16,7 +16,9 @@ _HEADING = re.compile(r"^=== step (\d+)\n", re.MULTILINE)
 def sample_text(model: Transformer, tokenizer: Tokenizer, settings: TrainingConfig, step: int) -> str:
     """Return the sample prompt continued; draws from a generator of its own, so training goes on as if unasked."""
     prompt = [tokenizer.bos, *tokenizer.encode(settings.sample_prompt)]
-    steps = generate(model, [prompt], SamplingSettings(seed=step), settings.sample_tokens, (tokenizer.bos, tokenizer.eos))
+    steps = generate(
+        model, [prompt], SamplingSettings(seed=step), settings.sample_tokens, (tokenizer.bos, tokenizer.eos)
+    )
     new = [token for step in steps for token in step.tokens if token is not None]
     return settings.sample_prompt + tokenizer.decode(new)
 

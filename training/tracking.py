@@ -340,8 +340,9 @@ def _one_at_a_time(folder: Path) -> Iterator[None]:
 
 def _line_to(handle: int) -> Callable[[str], None]:
     def say(text: str) -> None:
-        # One write of less than a pipe's atomic size: the reader sees all of the line or nothing.
-        os.write(handle, (" ".join(text.split())[:400] + "\n").encode())
+        # One write of less than a pipe's atomic size: the reader sees all of the line or nothing. The run may be dead.
+        with contextlib.suppress(BrokenPipeError):
+            os.write(handle, (" ".join(text.split())[:400] + "\n").encode())
 
     return say
 
