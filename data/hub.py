@@ -43,8 +43,8 @@ def _load(corpus: HubConfig) -> "Dataset | IterableDataset":
     import datasets
 
     with _offline_mode(offline), _one_line(corpus, offline and not is_local):
-        # Streamed, a limit saves the download of the rest; but the cache of an earlier download cannot be streamed.
-        streaming = corpus.limit is not None and not offline
+        # Streamed, a limit saves the download of the rest.
+        streaming = corpus.limit is not None
         return datasets.load_dataset(corpus.name, corpus.subset, split=corpus.split, streaming=streaming)
 
 

@@ -18,6 +18,7 @@ from data.config import DataConfig
 from data.tokenizer import Tokenizer
 from generate import GrowingText, StopStrings, main, read_arguments, take_texts
 from model.checkpoint import load_model, save_model
+from model.sampling import Reader
 from tests.conftest import loud_model, tiny_config
 from training.config import Config, to_yaml
 from training.run_folder import RunFolder
@@ -213,6 +214,20 @@ assert not {"torch", "numpy", "sentencepiece"} & set(sys.modules)
 def test_greedy_text_equals_passes_without_a_cache(command, run, cache):
     words = ("--prompt", "def ", "--temperature", "0", "--max-new-tokens", "40", cache)
     assert command(run, *words) == (0, line(wanted(run, "def ", 40)), "")
+
+
+def test_cache_and_no_cache_are_told_to_the_reader(command, run, monkeypatch):
+    told = []
+
+    class Spy(Reader):
+        def __init__(self, model, length, keep):
+            told.append(keep)
+            super().__init__(model, length, keep)
+
+    monkeypatch.setattr("model.sampling.Reader", Spy)
+    for words in [], ["--cache"], ["--no-cache"]:
+        command(run, "--max-new-tokens", "1", *words)
+    assert told == [True, True, False]
 
 
 @pytest.mark.parametrize("prompt", ODD_PROMPTS)

@@ -1,5 +1,6 @@
 """The study note's derivation, read from top to bottom as a proof in float64."""
 
+import itertools
 import math
 
 import pytest
@@ -56,7 +57,7 @@ def test_the_phase_grows_in_equal_steps_of_theta(form):
 @pytest.mark.parametrize("position", [0, 1, 7, 300, 8191])
 def test_each_form_equals_the_one_before_and_the_network_equals_the_last(position):
     results = [form(q, position, FREQUENCIES) for form in FORMS] + [turn(q, position)]
-    for before, after in zip(results, results[1:], strict=False):
+    for before, after in itertools.pairwise(results):
         torch.testing.assert_close(after, before, **EXACT)
 
 

@@ -1,7 +1,6 @@
 """Whole runs on a small text: what is written, what a stop costs (nothing), and what is refused."""
 
 import os
-import random
 import signal
 import subprocess
 import sys
@@ -20,31 +19,6 @@ from training.tracking import CLOCKS, read
 from training.trainer import Trainer, read_state
 
 ROOT = Path(__file__).resolve().parents[1]
-WORDS = ["the", "wheel", "turns", "by", "an", "equal", "angle", "for", "every", "step", "and", "keeps", "distance"]
-
-
-@pytest.fixture(scope="session")
-def corpus(tmp_path_factory):
-    """A folder of 30 documents of words, and where their tokens are kept."""
-    folder = tmp_path_factory.mktemp("corpus")
-    draw = random.Random(0)
-    for number in range(30):
-        (folder / f"{number}.txt").write_text("\n".join(" ".join(draw.choices(WORDS, k=8)) for _ in range(30)))
-    return folder
-
-
-@pytest.fixture
-def settings(corpus):
-    """The settings of a run of 20 steps, with dropout and accumulation, that saves every 7 steps."""
-    return {
-        "model": {"n_layers": 2, "d_model": 32, "n_heads": 4, "n_kv_heads": 2, "context": 24, "dropout": 0.1},
-        "data": {"corpus": {"kind": "files", "paths": [str(corpus)]}, "vocab_size": 300, "folder": str(corpus / "p")},
-        "optimizer": {"lr": 1e-2, "warmup_steps": 5},
-        "training": {
-            "steps": 20, "batch_size": 6, "micro_batch_size": 4, "eval_every": 10, "eval_windows": 8,
-            "checkpoint_every": 7, "log_every": 2, "sample_every": 10, "sample_prompt": "the", "sample_tokens": 4,
-        },
-    }  # fmt: skip
 
 
 def run(folder, settings, resume=False, overwrite=False, **training):
