@@ -19,8 +19,8 @@ from model.errors import UserError
 from model.sampling_config import PastContext, SamplingSettings
 from model.settings import Settings
 from training.command_line import exit_on_user_error, parse
-from training.settings_tree import build
 from training.run_folder import RunFolder
+from training.settings_tree import build
 
 if TYPE_CHECKING:
     from data.tokenizer import Tokenizer

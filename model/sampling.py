@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple, get_args
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from model.cache import Cache
 from model.errors import UserError
@@ -186,10 +186,14 @@ def left_padded(pieces: list[list[int]], ends: list[int], device: torch.device) 
 
 
 @contextmanager
-def evaluating(model: Transformer) -> Iterator[None]:
-    """Put the model into eval mode, and afterwards every module back into the mode it was in."""
-    training = [module for module in model.modules() if module.training]
-    model.eval()
+def evaluating(modules: Sequence[nn.Module]) -> Iterator[None]:
+    """Put modules into eval mode, and afterwards each back into the mode it was in.
+
+    `model.eval()` at every step would take a tenth of a small model's time.
+    """
+    training = [module for module in modules if module.training]
+    for module in training:
+        module.training = False
     try:
         yield
     finally:
@@ -206,6 +210,7 @@ class Reader:
 
     def __init__(self, model: Transformer, length: int, keep: bool) -> None:
         self.model, self.length, self.keep = model, length, keep
+        self.modules = list(model.modules())
         self.device, self.dtype = model.norm.weight.device, model.norm.weight.dtype
         self.past: Cache | None = None
 
@@ -224,7 +229,7 @@ class Reader:
         else:
             windows = [window[-1:] for window in windows]
         tokens, positions = left_padded(windows, ends, self.device)
-        with evaluating(self.model):
+        with evaluating(self.modules):
             for piece, places in zip(tokens.split(PIECE, dim=1), positions.split(PIECE, dim=1), strict=True):
                 hidden = self.model.hidden(piece, places, self.past)
             return self.model.logits(hidden[:, -1])  # B C -> B V

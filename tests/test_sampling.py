@@ -276,7 +276,7 @@ def test_the_model_reads_without_dropout_and_every_module_keeps_its_mode():
 
 def test_every_module_keeps_its_mode_when_the_pass_fails():
     model = model_of().train()
-    with pytest.raises(RuntimeError), evaluating(model):
+    with pytest.raises(RuntimeError), evaluating([*model.modules()]):
         raise RuntimeError
     assert model.training
 
