@@ -26,7 +26,7 @@ from data.corpus import fingerprint, read_documents
 from data.split import SPLITS, Unique, enough_documents, split_by_content, unique
 from data.token_file import TokenFile, open_tokens, write_tokens
 from data.tokenizer import Tokenizer
-from model.durable import file_digest, sync
+from model.durable import file_digest, hidden_folder, sync
 from model.errors import UserError
 
 # Raise it when the same text and settings would give other files: what was prepared by older rules is then not reused.
@@ -65,7 +65,7 @@ def prepare(config: DataConfig, show: Show = print) -> Prepared:
             return open_prepared(folder)
         except UserError as error:
             show(f"{error}; preparing it anew")
-    with _hidden_folder(folder) as hidden:
+    with hidden_folder(folder) as hidden:
         _build(config, hidden, show)
         _take_the_place(hidden, folder)
     show(f"prepared data: {folder}")
@@ -213,17 +213,6 @@ def _split_entry(documents: Unique, tokens: int) -> dict[str, Any]:
 
 
 # --- Whole or not at all ---------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def _hidden_folder(folder: Path) -> Iterator[Path]:
-    # Its name is one of its own, so that two preparations at once do not write into each other's files.
-    hidden = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.tmp")
-    hidden.mkdir(parents=True)
-    try:
-        yield hidden
-    finally:
-        shutil.rmtree(hidden, ignore_errors=True)
 
 
 def _take_the_place(hidden: Path, folder: Path) -> None:

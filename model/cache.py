@@ -38,19 +38,26 @@ class Cache:
     """The past of a batch of rows: what attention needs of tokens that were already read.
 
     `length` is the declared length of the whole call, prompt and new tokens. Angles that depend on a length use this
-    one, so that the keys stored first and those stored last were turned by the same rule. It limits nothing: the cache
-    grows when it is outgrown.
+    one, so that the keys stored first and those stored last were turned by the same rule. `capacity` is the room that
+    is there from the start (none: length); the cache grows when it is outgrown.
     """
 
     def __init__(
-        self, config: ModelConfig, batch: int, length: int, dtype: torch.dtype, device: torch.device | str = "cpu"
+        self,
+        config: ModelConfig,
+        batch: int,
+        length: int,
+        dtype: torch.dtype,
+        device: torch.device | str = "cpu",
+        capacity: int | None = None,
     ) -> None:
-        shape = (batch, config.kv_heads, length, config.head_dim)
+        capacity = length if capacity is None else capacity
+        shape = (batch, config.kv_heads, capacity, config.head_dim)
         self.length = length
         self.layers = [
             LayerCache(*(torch.zeros(shape, dtype=dtype, device=device) for _ in "kv")) for _ in range(config.n_layers)
         ]
-        self._positions = torch.full((batch, length), -1, device=device)
+        self._positions = torch.full((batch, capacity), -1, device=device)
         self.used = 0
 
     @property

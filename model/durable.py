@@ -51,7 +51,7 @@ def write_folder(target: Path, writers: Mapping[str, Writer]) -> None:
     way, the hidden folder is removed. OSError where the target is there already: a folder cannot be exchanged in one
     move, and between two a kill would leave none.
     """
-    with _hidden_folder(target) as folder:
+    with hidden_folder(target) as folder:
         for name, write in writers.items():
             write(folder / name)
         manifest = {"format": FORMAT, "files": {name: _entry(folder / name) for name in writers}}
@@ -68,7 +68,8 @@ def _entry(path: Path) -> dict[str, int | str]:
 
 
 @contextlib.contextmanager
-def _hidden_folder(target: Path) -> Iterator[Path]:
+def hidden_folder(target: Path) -> Iterator[Path]:
+    """Make a folder beside the target, under a name of its own, and remove it in the end, unless it was renamed."""
     folder = target.with_name(f".{target.name}.{uuid.uuid4().hex[:8]}.tmp")
     folder.mkdir(parents=True)
     try:

@@ -216,9 +216,8 @@ class Reader:
 
     def empty(self, rows: int, width: int) -> Cache:
         """Return a cache with room for `width` slots and some more."""
-        cache = Cache(self.model.config, rows, min(width + ROOM, max(width, self.length)), self.dtype, self.device)
-        cache.length = self.length
-        return cache
+        capacity = min(width + ROOM, max(width, self.length))
+        return Cache(self.model.config, rows, self.length, self.dtype, self.device, capacity)
 
     def read(self, rows: list[Row], afresh: bool) -> Tensor:
         """Return the logits (B, V) after each row's last token; `afresh` drops what was read before."""

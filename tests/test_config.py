@@ -298,13 +298,13 @@ def test_a_value_means_what_it_looks_like(text, path, value, tmp_path):
 @pytest.mark.parametrize(
     ("text", "words"),
     [
-        ("model: {n_layers: 4.5}", "model.n_layers: 4.5 is refused; it must be a whole number from 1 up"),
+        ("model: {n_layers: 4.5}", "model.n_layers: 4.5 is refused; it must be a whole number, at least 1"),
         ("model: {n_layers: true}", "model.n_layers: true is refused; it must be a whole number"),
         ("model: {n_layers: }", "model.n_layers: none is refused"),
-        ("model: {n_layers: -2}", "model.n_layers: -2 is refused; it must be a whole number from 1 up"),
+        ("model: {n_layers: -2}", "model.n_layers: -2 is refused; it must be a whole number, at least 1"),
         ("model: {n_layers: [4]}", "model.n_layers: [4] is refused"),
         ("model: {n_kv_heads: true}", "model.n_kv_heads: true is refused"),
-        ("model: {dropout: true}", "model.dropout: true is refused; it must be a finite number from 0 up below 1"),
+        ("model: {dropout: true}", "model.dropout: true is refused; it must be a finite number, at least 0, below 1"),
         ("model: {tie_embeddings: maybe}", "model.tie_embeddings: 'maybe' is refused; it must be true or false"),
         ("model: {tie_embeddings: 2}", "model.tie_embeddings: 2 is refused"),
         ("model: {position: {layers: [true]}}", "model.position.layers: [True] is refused"),

@@ -13,7 +13,7 @@ from model.transformer import IGNORED, token_losses
 from tests.conftest import ARMS, tiny_config
 from training.config import Config, OptimizerConfig
 from training.evaluate import evaluate
-from training.hardware import Hardware, best_precision, choose_device
+from training.hardware import Hardware, best_precision, choose_device, use_faster_float32
 from training.optimizer import decays, parameter_groups
 from training.schedule import learning_rate
 from training.trainer import MAX_SKIPPED_IN_A_ROW, Trainer
@@ -212,6 +212,18 @@ def test_auto_on_cuda_takes_bf16_from_compute_capability_8_on_and_else_fp16(monk
     for capability, expected in (((7, 5), "fp16"), ((8, 0), "bf16"), ((9, 0), "bf16")):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         assert best_precision(torch.device("cuda")) == expected
+
+
+def test_faster_float32_products_are_as_exact_as_before():
+    matmul = torch.backends.mkldnn.matmul
+    before = matmul.fp32_precision
+    try:
+        a, b = torch.randn(300, 200), torch.randn(200, 100)
+        exact = a.double() @ b.double()
+        use_faster_float32()
+        assert (a @ b - exact).norm() < 1e-6 * exact.norm()
+    finally:
+        matmul.fp32_precision = before
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

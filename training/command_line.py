@@ -1,7 +1,7 @@
 """From `sys.argv` to checked settings, and from a mistake to one line; torch-free, so that `--help` is instant.
 
 Every command describes its options as a settings class and calls `parse`. The flags, their help and their choices
-are made from that class by tyro, the checks and their messages are those of the YAML files (`training.settings_tree.build`).
+are made from that class by tyro; the checks and their messages are those of the files (`training.settings_tree`).
 """
 
 import errno

@@ -17,7 +17,7 @@ from model.durable import write_text
 from model.errors import UserError
 from training.config import Config, to_yaml
 from training.evaluate import Evaluation, evaluate
-from training.hardware import Hardware, choose_hardware
+from training.hardware import Hardware, choose_hardware, use_faster_float32
 from training.progress import Meter, Progress, clock
 from training.resume import refuse_existing, resumed_config
 from training.run_folder import RunFolder
@@ -56,6 +56,8 @@ def train(config: Config, folder: RunFolder, resume: bool = False, overwrite: bo
 def make_trainer(config: Config, prepared: Prepared) -> Trainer:
     """Build the state of a run at step 0."""
     hardware = choose_hardware(config.training)
+    if hardware.device.type == "cpu":
+        use_faster_float32()
     return Trainer(config, Windows(prepared.train.ids, config.model.context, config.training.seed), hardware)
 
 

@@ -81,6 +81,7 @@ class RunFolder:
 
     def clear(self) -> None:
         """Remove what a run wrote here, and nothing else."""
-        shutil.rmtree(self.checkpoints, ignore_errors=True)
+        for folder in (self.checkpoints, self.path / "wandb"):
+            shutil.rmtree(folder, ignore_errors=True)
         for path in (self.metrics, self.samples, self.tokenizer, self.config):
             path.unlink(missing_ok=True)

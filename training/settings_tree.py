@@ -247,7 +247,7 @@ def expected(annotation: Any) -> str:
     """Put a field's type in words."""
     if get_origin(annotation) is Annotated:
         inner, *notes = get_args(annotation)
-        return " ".join([expected(inner), *_bounds(notes)])
+        return ", ".join([expected(inner), *_bounds(notes)])
     if members := kinds(annotation):
         return " or ".join([f"one of {', '.join(members)}", *["none"] * takes_none(annotation)])
     if get_origin(annotation) in (Union, types.UnionType):
@@ -266,7 +266,7 @@ _NAMES = {
     str: "text (a number goes in quotes)",
     type(None): "none",
 }
-_BOUNDS = {"ge": "from {} up", "gt": "above {}", "le": "up to {}", "lt": "below {}"}
+_BOUNDS = {"ge": "at least {}", "gt": "above {}", "le": "at most {}", "lt": "below {}"}
 
 
 def _a_list(parts: tuple[Any, ...]) -> str:
