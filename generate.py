@@ -9,17 +9,19 @@ from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import count
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal, NamedTuple
 
 import tyro
 from pydantic import Field, model_validator
 
-from model.durable import MANIFEST
 from model.errors import UserError
+from model.position import PositionConfig
+from model.position.config import SchemeConfig, refuse_changes_of_weights
 from model.sampling_config import PastContext, SamplingSettings
 from model.settings import Settings
-from training.command_line import exit_on_user_error, parse
-from training.run_folder import RunFolder
+from training.command_line import exit_on_user_error, parse, split_file
+from training.config import load
+from training.run_folder import checkpoint_folder
 from training.settings_tree import build
 
 if TYPE_CHECKING:
@@ -46,7 +48,11 @@ class Source(Settings):
 
 
 class GenerateArguments(SamplingSettings, Source):  # pydantic takes the fields of the last base first
-    """Sample text from a run."""
+    """Sample text from a run.
+
+    What the scheme's settings allow to change after training goes by --position: --position.scaling.kind yarn
+    --position.scaling.factor 4, --position.base 500000, --position.log-n, --position.beyond clamp.
+    """
 
     max_new_tokens: Count = 256
     """Length of the new text, in tokens, where nothing ends it before."""
@@ -218,12 +224,52 @@ def remark(text: str) -> None:
 # --- The command ---
 
 
-def read_arguments(words: Sequence[str]) -> GenerateArguments:
+class Request(NamedTuple):
+    """What the command was asked for: its arguments, and the words that change the scheme's settings."""
+
+    arguments: GenerateArguments
+    position: list[str]
+
+
+class PositionArguments(Settings):
+    """The settings of the run's positional scheme."""
+
+    position: PositionConfig
+    """The scheme that the run was trained with."""
+
+
+def read_arguments(words: Sequence[str]) -> Request:
     """Read and check the command line (UserError)."""
     refuse_broken_text(words, "argument")
     texts, rest = take_texts(words)
+    position, rest = take_position(rest)
     given = parse(GenerateArguments, rest, prog="python generate.py")
-    return build(GenerateArguments, given.model_dump() | texts)
+    return Request(build(GenerateArguments, given.model_dump() | texts), position)
+
+
+def take_position(words: Sequence[str]) -> tuple[list[str], list[str]]:
+    """Take `--position...` with the words behind it out of the arguments: what they mean depends on the run."""
+    taken: list[str] = []
+    rest: list[str] = []
+    into = rest
+    for word in words:
+        if word.startswith("--"):
+            into = taken if word.partition("=")[0].partition(".")[0] == "--position" else rest
+        into.append(word)
+    # The word that no flag of the scheme has a claim to is the run: `--position.log-n runs/demo`.
+    run, taken = split_file(PositionArguments, taken)
+    return taken, rest if run is None else [*rest, run]
+
+
+def position_asked(folder: Path, words: list[str]) -> SchemeConfig | None:
+    """Return the run's scheme with the asked changes; None where nothing is asked."""
+    if not words:
+        return None
+    trained = load(folder / "config.yaml").model.position
+    start = PositionArguments.model_construct(position=trained)
+    asked = parse(PositionArguments, words, start, prog=f"python generate.py {folder}").position
+    refuse_changes_of_weights(trained, asked)
+    return asked
 
 
 def take_texts(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
@@ -243,14 +289,11 @@ def take_texts(words: Sequence[str]) -> tuple[dict[str, Any], list[str]]:
     return {"prompt": "".join(values["--prompt"][-1:]), "stop": tuple(values["--stop"])}, rest
 
 
-def checkpoint_folder(path: Path, which: str) -> Path:
-    """Return the checkpoint to load, of a run folder or of a path that is a checkpoint itself."""
-    return path if (path / MANIFEST).is_file() else RunFolder(path).checkpoint(which)
-
-
-def load_sampler(arguments: GenerateArguments) -> Sampler:
+def load_sampler(request: Request) -> Sampler:
     """Load the model that the arguments name; torch is imported here, once the arguments are known to be right."""
+    arguments = request.arguments
     folder = checkpoint_folder(Path(arguments.run), arguments.checkpoint)
+    position = position_asked(folder, request.position)
 
     import torch
 
@@ -258,7 +301,7 @@ def load_sampler(arguments: GenerateArguments) -> Sampler:
     from model.checkpoint import load_model
     from training.hardware import choose_device
 
-    loaded = load_model(folder, choose_device(arguments.device))
+    loaded = load_model(folder, choose_device(arguments.device), position)
     dtype = torch.bfloat16 if arguments.precision == "bf16" else torch.float32
     return Sampler(loaded.model.to(dtype), Tokenizer.from_bytes(loaded.tokenizer), arguments)
 
@@ -302,10 +345,11 @@ def converse(sampler: Sampler) -> None:
 @exit_on_user_error()
 def main(argv: Sequence[str] | None = None) -> None:
     """Read the arguments, load the model, and write."""
-    arguments = read_arguments(sys.argv[1:] if argv is None else argv)
+    request = read_arguments(sys.argv[1:] if argv is None else argv)
+    arguments = request.arguments
     sys.stdout.reconfigure(errors="replace")  # type: ignore[union-attr]  # a terminal may lack a character
     prompt = arguments.prompt if arguments.prompt_file is None else read_text(Path(arguments.prompt_file))
-    sampler = load_sampler(arguments)
+    sampler = load_sampler(request)
     if arguments.interactive:
         converse(sampler)
     else:

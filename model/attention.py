@@ -24,6 +24,7 @@ class Signal(NamedTuple):
     q_positions: Tensor  # (1 or B, T)
     k_positions: Tensor  # (1 or B, S)
     is_causal: bool
+    length: int  # declared for the whole call
     rotation: Rotation | None = None
     bias: Tensor | None = None  # (1 or B, H, T, S)
     mask: Tensor | None = None  # (1 or B, 1 or H, T, S)

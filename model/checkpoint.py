@@ -14,6 +14,7 @@ from torch import Tensor
 from model.config import ModelConfig
 from model.durable import Writer, check_folder, write_folder
 from model.errors import UserError
+from model.position.config import SchemeConfig, refuse_changes_of_weights
 from model.transformer import Transformer
 
 WEIGHTS, CONFIG, TOKENIZER = "model.safetensors", "config.yaml", "tokenizer.model"
@@ -43,30 +44,59 @@ def save_model(
     write_folder(folder, {**writers, **(extra or {})})
 
 
-def load_model(folder: Path | str, device: torch.device | str = "cpu") -> Loaded:
-    """Read a model folder; UserError names what is missing, damaged or does not fit."""
+def load_model(folder: Path | str, device: torch.device | str = "cpu", position: SchemeConfig | None = None) -> Loaded:
+    """Read a model folder; UserError names what is missing, damaged or does not fit.
+
+    `position` replaces the stored settings of the scheme, where they differ in what may change after training.
+    """
     folder = Path(folder)
     if not folder.is_dir():
         raise UserError(f"{folder} is no folder: give a run folder or one of its checkpoints")
     check_folder(folder)
     config = _read_config(folder / CONFIG)
-    model = Transformer(_model_config(folder / CONFIG, config))
+    model_config = _model_config(folder / CONFIG, config)
+    if position is not None:
+        refuse_changes_of_weights(model_config.position, position)
+        model_config = model_config.model_copy(update={"position": position})
+    model = Transformer(model_config)
     load_weights(model, folder)
     return Loaded(model.to(device).eval(), (folder / TOKENIZER).read_bytes(), config)
 
 
 def load_weights(model: Transformer, folder: Path) -> None:
     """Copy the weights of a folder into a model; every name and shape must agree, nothing more and nothing less."""
-    path = folder / WEIGHTS
+    _copy(dict(model.named_parameters()), _read_weights(folder / WEIGHTS), folder / WEIGHTS)
+
+
+def load_trunk(model: Transformer, folder: Path) -> list[str]:
+    """Copy all but the positional weights of a folder into a model; return the names that only one of the two has.
+
+    A positional weight is taken over too where both have it in the same shape: the rest begins anew, or is dropped.
+    """
+    check_folder(folder)
+    wanted, stored = dict(model.named_parameters()), _read_weights(folder / WEIGHTS)
+    own = [name for name in {**wanted, **stored} if name.startswith("position.") and not _agree(name, wanted, stored)]
+    kept = [{name: value for name, value in weights.items() if name not in own} for weights in (wanted, stored)]
+    _copy(kept[0], kept[1], folder / WEIGHTS)
+    return sorted(own)
+
+
+def _agree(name: str, wanted: Mapping[str, Tensor], stored: Mapping[str, Tensor]) -> bool:
+    return name in wanted and name in stored and wanted[name].shape == stored[name].shape
+
+
+def _read_weights(path: Path) -> dict[str, Tensor]:
     try:
-        stored = load_file(path)
+        return load_file(path)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} cannot be read as safetensors: {error}") from error
-    wanted = dict(model.named_parameters())
+
+
+@torch.no_grad()
+def _copy(wanted: Mapping[str, Tensor], stored: Mapping[str, Tensor], path: Path) -> None:
     refuse_difference(path, _shapes(wanted), _shapes(stored))
-    with torch.no_grad():
-        for name, parameter in wanted.items():
-            parameter.copy_(stored[name])
+    for name, parameter in wanted.items():
+        parameter.copy_(stored[name])
 
 
 def _shapes(tensors: Mapping[str, Tensor]) -> dict[str, tuple[int, ...]]:

@@ -40,6 +40,8 @@ class ModelConfig(Settings):
     """Standard deviation of a matrix at the start."""
     position: PositionConfig = RoPEConfig()
     """How the network is told where its tokens are."""
+    random_positions: Count | None = None
+    """Place a text's tokens at ordered random positions below this number (Ruoss et al., 2023); none: at 0, 1, ..."""
 
     @property
     def head_dim(self) -> int:
@@ -71,5 +73,7 @@ class ModelConfig(Settings):
             raise ValueError(f"d_model {self.d_model} is not divisible by n_heads {self.n_heads}")
         if self.n_heads % self.kv_heads:
             raise ValueError(f"n_heads {self.n_heads} is not divisible by n_kv_heads {self.kv_heads}")
+        if self.random_positions is not None and self.random_positions < self.context:
+            raise ValueError(f"random_positions {self.random_positions} is smaller than context {self.context}")
         self.position.check(self.d_model, self.head_dim, self.n_layers)
         return self

@@ -91,7 +91,7 @@ class Transformer(nn.Module):
         for layer, block in enumerate(self.layers):
             acts = self.position.applies_to(layer)
             if acts:
-                x = self.position.embed(x, signal.q_positions, layer)
+                x = self.position.embed(x, signal.q_positions, layer, signal.length)
             x = block(x, signal if acts else silent, self.position, cache and cache.layers[layer])
         normed: Tensor = self.norm(x)
         return normed
@@ -102,19 +102,39 @@ class Transformer(nn.Module):
         if positions is None:
             assert cache is None or cache.used == 0, "positions must be given to a cache that holds something"
             positions = torch.arange(length, device=device)[None]
-        self.check_reach(length if is_causal else int(positions.max()) + 1)
+        self.check_reach(length if is_causal else None, positions)
+        declared = cache.length if cache else length
+        positions = self.placed(positions, declared)
         k_positions = positions if cache is None else cache.append_positions(positions)
         dtype = torch.promote_types(self.embed_tokens.weight.dtype, torch.float32)
-        rotation = self.position.rotation(positions, cache.length if cache else length, dtype)
+        rotation = self.position.rotation(positions, declared, dtype)
         bias = self.position.bias(positions, k_positions, dtype)
-        return Signal(positions, k_positions, is_causal, rotation, bias)
+        return Signal(positions, k_positions, is_causal, declared, rotation, bias)
 
-    def check_reach(self, length: int) -> None:
-        """Refuse a sequence longer than the positional scheme is defined for."""
+    def placed(self, positions: Tensor, length: int) -> Tensor:
+        """Return where the tokens of a text of this length stand: at their number, or, randomised, further apart.
+
+        Ordered draws without repetition from 0 .. random_positions - 1 (Ruoss et al., 2023): in training from torch's
+        global generator, else always the same for a length, so that a text read in pieces stays where it was.
+        """
+        reach = self.config.random_positions
+        if reach is None:
+            return positions
+        if length > reach:
+            raise UserError(f"model.random_positions {reach} are fewer than the {length} tokens of this text")
+        generator = None if self.training else torch.Generator().manual_seed(length)
+        places = torch.randperm(reach, generator=generator)[:length].sort().values.to(positions.device)
+        return torch.where(positions >= 0, places[positions.clamp(min=0)], positions)
+
+    def check_reach(self, length: int | None, positions: Tensor) -> None:
+        """Refuse a text longer than the positional scheme is defined for; `length` None: read it off the positions."""
         limit = self.position.max_positions
-        if limit is not None and length > limit:
+        if limit is None:
+            return  # asking the tensor would make the device wait
+        needed = int(positions.max()) + 1 if length is None else length
+        if needed > limit:
             raise UserError(
-                f"position {self.config.position.kind!r} is defined for {limit} positions, but {length} are needed: "
+                f"position {self.config.position.kind!r} is defined for {limit} positions, but {needed} are needed: "
                 "give a shorter text, or train with a larger model.context or another scheme"
             )
 

@@ -64,12 +64,13 @@ def test_position_files_differ_from_the_base_in_nothing_but_position():
     base = load(CONFIGS / "base.yaml")
     for path in sorted((CONFIGS / "position").glob("*.yaml")):
         config = load(path)
-        same = config.model.model_copy(update={"position": base.model.position})
+        same = config.model.model_copy(update={"position": base.model.position, "random_positions": None})
         assert config.model_copy(update={"model": same}) == base, path
 
 
 def test_no_two_position_files_say_the_same():
-    positions = [load(path).model.position for path in sorted((CONFIGS / "position").glob("*.yaml"))]
+    models = [load(path).model for path in sorted((CONFIGS / "position").glob("*.yaml"))]
+    positions = [(model.position, model.random_positions) for model in models]
     assert len(set(positions)) == len(positions)
 
 
@@ -308,7 +309,10 @@ def test_a_value_means_what_it_looks_like(text, path, value, tmp_path):
         ("model: {tie_embeddings: maybe}", "model.tie_embeddings: 'maybe' is refused; it must be true or false"),
         ("model: {tie_embeddings: 2}", "model.tie_embeddings: 2 is refused"),
         ("model: {position: {layers: [true]}}", "model.position.layers: [True] is refused"),
-        ("model: {position: {layers: firs}}", "'firs' is refused; it must be all or first or a list"),
+        (
+            "model: {position: {layers: firs}}",
+            "'firs' is refused; it must be all or first or `all but every 4th` or a list",
+        ),
         ("model: {position: {layers: firs}}", "perhaps you meant first"),
         (
             "model: {position: rop}",
@@ -320,7 +324,7 @@ def test_a_value_means_what_it_looks_like(text, path, value, tmp_path):
         ("model: 5", "model: 5 is refused; it must be a group of settings"),
         ("data: {corpus: file}", "perhaps you meant files"),
         ("data: {corpus: {kind: files, paths: a.txt}}", "data.corpus.paths: 'a.txt' is refused; it must be a list"),
-        ("optimizer: {lr: 0}", "optimizer.lr: 0 is refused; it must be a finite number above 0"),
+        ("optimizer: {lr: 0}", "optimizer.lr: 0 is refused; it must be a finite number, above 0"),
         ("optimizer: {lr: fast}", "optimizer.lr: 'fast' is refused"),
         ("optimizer: {lr: .nan}", "optimizer.lr: nan is refused; it must be a finite number"),
         ("optimizer: {lr: .inf}", "optimizer.lr: inf is refused; it must be a finite number"),

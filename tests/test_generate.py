@@ -182,7 +182,7 @@ def test_an_unfinished_character_is_not_lost_at_the_end(tokenizer):
 
 
 def test_text_on_the_command_line_may_look_like_a_flag():
-    arguments = read_arguments(["--stop", "--", "RUN", "--prompt", "--help", "--stop=-x", "--top-k", "3"])
+    arguments = read_arguments(["--stop", "--", "RUN", "--prompt", "--help", "--stop=-x", "--top-k", "3"]).arguments
     assert (arguments.prompt, arguments.stop, arguments.run, arguments.top_k) == ("--help", ("--", "-x"), "RUN", 3)
 
 

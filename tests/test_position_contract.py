@@ -26,7 +26,7 @@ def in_chunks(model, tokens, sizes, positions=None):
     """The logits of tokens read in chunks through a cache."""
     rows, length = tokens.shape
     positions = torch.arange(length).expand(rows, -1) if positions is None else positions
-    cache = Cache(model.config, rows, length // 2, dtype=torch.float64)  # half the room, so that it must grow
+    cache = Cache(model.config, rows, length, torch.float64, capacity=length // 2)  # so that it must grow
     chunks = zip(tokens.split(sizes, 1), positions.split(sizes, 1), strict=True)
     return torch.cat([model(some, at, cache) for some, at in chunks], dim=1)
 
@@ -58,8 +58,10 @@ def test_left_padded_rows_equal_rows_alone(arm):
     short, long = random_tokens(1, 3, seed=1), random_tokens(1, 20, seed=2)
     batch = torch.cat((torch.cat((torch.zeros(1, 17, dtype=torch.long), short), 1), long))
     positions = torch.stack((torch.cat((torch.full((17,), -1), torch.arange(3))), torch.arange(20)))
+    # Alone, but of the same declared length: some schemes' angles depend on it.
+    alone = model(short, None, Cache(model.config, 1, 20, torch.float64))
     for logits in (model(batch, positions), in_chunks(model, batch, [18, 1, 1], positions)):
-        torch.testing.assert_close(logits[:1, 17:], model(short), **EXACT)
+        torch.testing.assert_close(logits[:1, 17:], alone, **EXACT)
         torch.testing.assert_close(logits[1:], model(long), **EXACT)
 
 
@@ -75,7 +77,11 @@ def reference_logits(model, monkeypatch, *inputs):
     """The logits with every attention layer computed by the definition."""
 
     def attend(self, q, k, v, signal, position):
+        if position.reads_content:
+            return real(self, q, k, v, signal, position)
         return attend_reference(q, k, v, signal)
+
+    real = Attention.attend
 
     with monkeypatch.context() as patch:
         patch.setattr(Attention, "attend", attend)
@@ -141,7 +147,17 @@ def test_parameters_are_counted_in_three_groups_and_the_trunk_is_the_same_for_ev
     reference = Transformer(tiny_config("nope")).count_parameters()
     assert count.non_embedding == reference.non_embedding
     assert count.total == count.non_embedding + count.positional + 61 * 48
-    assert count.positional == (64 * 48 if ARMS[arm]["kind"] == "learned" else 0)
+    # learned: a row of 48 a position; t5: 8 buckets of 6 heads; kerple: 2 numbers a head; fire: 32 units with weight,
+    # offset and 6 weights out, and two numbers; shaw: 17 keys of 8 in 3 layers; cope: 9 vectors of 8 in 3 layers.
+    sizes = {
+        "learned": 64 * 48,
+        "t5": 8 * 6,
+        "kerple": 2 * 6,
+        "fire": 32 * 8 + 2,
+        "shaw": 17 * 8 * 3,
+        "cope": 9 * 8 * 3,
+    }
+    assert count.positional == sizes.get(ARMS[arm]["kind"], 0)
 
 
 def only_layer(model, kept):
@@ -154,15 +170,38 @@ def only_layer(model, kept):
     return model
 
 
+AT_THE_INPUT = {"learned", "sinusoidal", "rope_input"}
+NOT_CLAIMED = {"rope_first": {1, 2}, "rope_and_nope": {1}}
+
+
 @pytest.mark.parametrize("layer", range(3))
-@pytest.mark.parametrize("name", [name for name, scheme in ARMS.items() if scheme["kind"] == "rope"])
+@pytest.mark.parametrize(
+    "name", [n for n, scheme in ARMS.items() if scheme["kind"] not in {*AT_THE_INPUT, "nope", "cope"}]
+)
 def test_stretched_positions_change_what_a_claimed_layer_does_and_no_other(name, layer):
     """A scheme whose settings never reach a layer is a fault that no loss curve shows."""
     model = only_layer(loud_model(tiny_config(name)), layer)
     tokens = random_tokens(1, 12)
     difference = model(tokens, 3 * torch.arange(12)[None]) - model(tokens, torch.arange(12)[None])
-    claimed = name != "rope_first" or layer == 0
-    assert (difference.abs().max() > 1e-3) == claimed
+    assert (difference.abs().max() > 1e-4) == (layer not in NOT_CLAIMED.get(name, ()))
+
+
+@pytest.mark.parametrize("layer", range(3))
+@pytest.mark.parametrize("name", [name for name, scheme in ARMS.items() if scheme["kind"] != "nope"])
+def test_swapping_two_earlier_tokens_changes_the_logits_in_each_claimed_layer(name, layer):
+    """One layer alone cannot see order without positions, so what changes here is the scheme's doing."""
+    model = only_layer(loud_model(tiny_config(name)), layer)
+    tokens = random_tokens(1, 12)
+    swapped = tokens[:, [0, 1, 5, 3, 4, 2, 6, 7, 8, 9, 10, 11]]
+    difference = (model(swapped) - model(tokens))[:, -1].abs().max()
+    assert (difference > 1e-4) == (layer not in NOT_CLAIMED.get(name, ()))
+
+
+def test_swapping_two_earlier_tokens_without_positions_changes_nothing_in_a_layer_alone():
+    model = only_layer(loud_model(tiny_config("nope")), 1)
+    tokens = random_tokens(1, 12)
+    swapped = tokens[:, [0, 1, 5, 3, 4, 2, 6, 7, 8, 9, 10, 11]]
+    torch.testing.assert_close(model(swapped)[:, -1], model(tokens)[:, -1], **EXACT)
 
 
 @pytest.mark.parametrize(
@@ -172,7 +211,7 @@ def test_an_additive_scheme_is_added_once_before_each_claimed_block(name, times)
     model = only_layer(loud_model(tiny_config(name)), None)
     model.norm = torch.nn.Identity()
     tokens, positions = random_tokens(1, 5), torch.arange(5)[None]
-    once = model.position.embed(torch.zeros(1, 5, 48, dtype=torch.float64), positions, 0)
+    once = model.position.embed(torch.zeros(1, 5, 48, dtype=torch.float64), positions, 0, 5)
     signal = model.signal(5, positions, None, tokens.device)
     added = model.blocks(model.embed_tokens(tokens), signal) - model.embed_tokens(tokens)
     torch.testing.assert_close(added, times * once, **EXACT)

@@ -3,6 +3,7 @@
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -27,7 +28,7 @@ def python_commands(script):
 
 
 def test_the_readme_has_commands_of_each_kind_and_no_other():
-    known = ("make ", "python train.py", "python generate.py", *SET_UP)
+    known = ("make ", "python train.py", "python generate.py", "python -m model.position", *SET_UP)
     assert all(command.startswith(known) for command in COMMANDS)
     assert len(python_commands("train.py")) >= 5
     assert len(python_commands("generate.py")) >= 2
@@ -41,8 +42,8 @@ def test_each_make_target_is_there(command):
 
 def small(words, corpus, folder):
     """The same command at a size for a test: two steps, a small text where it names none, a run folder of its own."""
-    words = [word for word in words if not word.startswith("runs/")]
-    words = [word for word in words if word != "--training.out"]
+    words = [str(folder.parent / "demo") if word == "runs/demo" else word for word in words]
+    words = [word for word in words if not word.startswith("runs/") and word != "--training.out"]
     text = [] if "--data.corpus" in words else ["--data.corpus", "files", "--data.corpus.paths", str(corpus)]
     size = "--training.steps 2 --training.max-minutes none --training.batch-size 2 --training.eval-windows 1"
     vocabulary = "300" if text else "512"
@@ -53,6 +54,9 @@ def small(words, corpus, folder):
 @pytest.mark.parametrize("command", python_commands("train.py"))
 def test_each_training_command_trains(command, corpus, tmp_path, monkeypatch):
     monkeypatch.chdir(ROOT)
+    if "--training.init-from" in command:
+        monkeypatch.setattr("sys.argv", small(["train.py", "configs/demo.yaml"], corpus, tmp_path / "demo"))
+        train.main()
     monkeypatch.setattr("sys.argv", small(shlex.split(command)[1:], corpus, tmp_path / "r"))
     train.main()
     assert (tmp_path / "r" / "checkpoints" / "last").read_text() == "step-000002\n"
@@ -68,6 +72,11 @@ def test_each_sampling_command_samples(command, settings, tmp_path, monkeypatch,
     out = capsys.readouterr().out
     prompt = words[words.index("--prompt") + 1] if "--prompt" in words else ""
     assert prompt in out
+
+
+def test_the_table_of_schemes_can_be_printed():
+    command = [sys.executable, "-m", "model.position"]
+    assert "Su et al., 2021" in subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
 
 
 def test_the_corpus_can_be_prepared_alone(corpus, tmp_path, monkeypatch, capsys):

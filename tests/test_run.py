@@ -86,6 +86,8 @@ def test_a_killed_run_goes_on_as_if_never_interrupted(tmp_path, settings, monkey
 
 
 def test_a_killed_compiled_run_goes_on_as_if_never_interrupted(tmp_path, settings, monkeypatch):
+    settings["model"].update(n_layers=1)
+    settings["training"].update(micro_batch_size=None)  # one shape, and so one compilation
     run(tmp_path / "whole", settings, compile="on")
     killed_at(9, monkeypatch, tmp_path / "killed", settings, compile="on")
     run(tmp_path / "killed", settings, resume=True, compile="on")

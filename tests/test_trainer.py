@@ -311,8 +311,14 @@ def test_evaluation_leaves_the_mode_of_the_model_and_the_random_state():
     assert torch.equal(torch.get_rng_state(), state)
 
 
+# One arm of each kind, and those whose parameters or places differ from it.
+LEARNERS = {scheme["kind"]: name for name, scheme in reversed(ARMS.items())}
+OTHERS = ["learned_all", "sinusoidal_all", "rope_first", "rope_yarn", "kerple_power"]
+
+
+@pytest.mark.parametrize("arm", sorted({*LEARNERS.values(), *OTHERS}))
 def test_every_scheme_learns_and_gradients_reach_all_its_parameters(arm):
-    trainer = trainer_on_text(arm, steps=40)
+    trainer = trainer_on_text(arm, steps=60)
     losses = trace(trainer)
     assert losses[-1] < 0.6 * losses[0]
     trainer.model(torch.from_numpy(trainer.windows.batch(0, 4))[:, :-1]).square().mean().backward()

@@ -379,8 +379,14 @@ def _from_words(parts: tuple[Any, ...], is_list: bool, given: list[str]) -> Any:
     if len(given) == 1 and type(None) in parts and given[0].lower() in NONE_WORDS:
         return None
     literals = [word for part in parts if get_origin(part) is Literal for word in get_args(part)]
-    a_word_alone = len(given) == 1 and (not is_list or given[0] in literals)
+    # Where text is allowed beside a list of numbers, a word that is no number is that text.
+    may_be_text = str in parts and not _is_number(given[0]) if len(given) == 1 else False
+    a_word_alone = len(given) == 1 and (not is_list or given[0] in literals or may_be_text)
     return given[0] if a_word_alone else tuple(given)
+
+
+def _is_number(word: str) -> bool:
+    return word.lstrip("-").isdigit()
 
 
 def _to_words(value: Any) -> list[str]:

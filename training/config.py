@@ -45,6 +45,8 @@ class TrainingConfig(Settings):
 
     out: str | None = None
     """Run folder; none: runs/ and the configuration file's name."""
+    init_from: str | None = None
+    """Run folder, or checkpoint, whose weights to begin with, also under another scheme (DroPE); none: new weights."""
     seed: CountOr0 = 0
     """Seed of the weights, the order of windows and dropout."""
     steps: Count = 1000

@@ -5,6 +5,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
@@ -12,7 +13,7 @@ import torch
 
 from data.loader import Windows, evaluation_windows
 from data.prepare import Prepared, prepare
-from model.checkpoint import save_model
+from model.checkpoint import TOKENIZER, load_trunk, save_model
 from model.durable import write_text
 from model.errors import UserError
 from training.config import Config, to_yaml
@@ -20,7 +21,7 @@ from training.evaluate import Evaluation, evaluate
 from training.hardware import Hardware, choose_hardware, use_faster_float32
 from training.progress import Meter, Progress, clock
 from training.resume import refuse_existing, resumed_config
-from training.run_folder import RunFolder
+from training.run_folder import RunFolder, checkpoint_folder
 from training.samples import record_sample, rewind_samples, sample_text
 from training.schedule import warmup_length
 from training.tracking import Metrics, Tracker
@@ -69,10 +70,23 @@ def start(trainer: Trainer, folder: RunFolder, prepared: Prepared) -> None:
         print(f"{steps} of {config.training.steps} steps fit into {config.training.max_minutes:g} minutes here")
         training = config.training.model_copy(update={"steps": steps, "max_minutes": None})
         trainer.config = config = config.model_copy(update={"training": training})
+    begin_with(trainer, prepared)
     folder.clear()
     folder.checkpoints.mkdir(parents=True, exist_ok=True)
     folder.tokenizer.write_bytes(prepared.tokenizer.model_bytes)
     write_text(folder.config, to_yaml(config))
+
+
+def begin_with(trainer: Trainer, prepared: Prepared) -> None:
+    """Take over the weights of another run, where the settings say so, and say which positional ones were not."""
+    source = trainer.config.training.init_from
+    if source is None:
+        return
+    checkpoint = checkpoint_folder(Path(source))
+    if (checkpoint / TOKENIZER).read_bytes() != prepared.tokenizer.model_bytes:
+        raise UserError(f"training.init_from {source} was trained with another tokenizer than {prepared.folder} has")
+    own = load_trunk(trainer.model, checkpoint)
+    print(f"weights   from {checkpoint}" + (f", but for {', '.join(own)}" if own else ""))
 
 
 def fitted_steps(trainer: Trainer, max_minutes: float) -> int:
@@ -90,7 +104,9 @@ def _seconds_of_a_step(trainer: Trainer) -> float:
 
 def take_up(trainer: Trainer, folder: RunFolder, prepared: Prepared) -> None:
     """Go back to the last checkpoint, or to the start where there is none yet, and forget what came after it."""
-    if folder.pointed("last") is not None:
+    if folder.pointed("last") is None:
+        begin_with(trainer, prepared)
+    else:
         trainer.restore(folder.checkpoint("last"))
         if trainer.data_digest != data_digest(prepared):
             raise UserError(
@@ -121,6 +137,7 @@ class Run:
         self.all_windows = evaluation_windows(prepared.validation.ids, context, None)
         self.token_bytes = prepared.tokenizer.token_bytes()
         self.meter = Meter()
+        self.final: Evaluation | None = None
 
     def go(self) -> Evaluation:
         """Take all steps that are left, then say how the run ended."""
@@ -201,8 +218,8 @@ class Run:
         )
         row = {"validation_loss": some.loss, "validation_bits_per_byte": some.bits_per_byte}
         if self.trainer.next_step == self.settings.steps:
-            self.final = self.evaluate(self.all_windows)
-            row |= {"final_loss": self.final.loss, "final_bits_per_byte": self.final.bits_per_byte}
+            self.final = final = self.evaluate(self.all_windows)
+            row |= {"final_loss": final.loss, "final_bits_per_byte": final.bits_per_byte}
         return row
 
     def evaluate(self, windows: Any) -> Evaluation:
@@ -237,7 +254,7 @@ class Run:
 
     def conclude(self) -> Evaluation:
         """Say how well the model predicts, where things lie, and what to try next."""
-        final = getattr(self, "final", None) or self.evaluate(self.all_windows)
+        final = self.final or self.evaluate(self.all_windows)
         folder = self.folder.path
         print(
             f"\nvalidation loss {final.loss:.4f}   perplexity {final.perplexity:.2f}   "

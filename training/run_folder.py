@@ -4,11 +4,16 @@ import re
 import shutil
 from pathlib import Path
 
-from model.durable import write_text
+from model.durable import MANIFEST, write_text
 from model.errors import UserError
 
 CONFIG, METRICS, SAMPLES, TOKENIZER = "config.yaml", "metrics.jsonl", "samples.txt", "tokenizer.model"
 _STEP = re.compile(r"step-(\d{6,})")
+
+
+def checkpoint_folder(path: Path, which: str = "best") -> Path:
+    """Return the checkpoint that a path means: itself, if it is one, or one of a run folder."""
+    return path if (path / MANIFEST).is_file() else RunFolder(path).checkpoint(which)
 
 
 class RunFolder:

@@ -247,6 +247,8 @@ def expected(annotation: Any) -> str:
     """Put a field's type in words."""
     if get_origin(annotation) is Annotated:
         inner, *notes = get_args(annotation)
+        if examples := [example for note in notes for example in getattr(note, "examples", None) or ()]:
+            return " or ".join(f"`{example}`" for example in examples)
         return ", ".join([expected(inner), *_bounds(notes)])
     if members := kinds(annotation):
         return " or ".join([f"one of {', '.join(members)}", *["none"] * takes_none(annotation)])

@@ -10,12 +10,20 @@ from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Union
 from pydantic import BeforeValidator, Field
 
 from model.position.config import (
+    ALiBiConfig,
+    CoPEConfig,
+    FIREConfig,
+    KERPLEConfig,
     LearnedConfig,
     NoPEConfig,
     RoPEConfig,
     RoPEInputConfig,
+    SandwichConfig,
     SchemeConfig,
+    ShawConfig,
     SinusoidalConfig,
+    T5Config,
+    XPosConfig,
 )
 
 if TYPE_CHECKING:
@@ -36,6 +44,14 @@ SCHEMES: dict[str, Entry] = {
     "learned": Entry(LearnedConfig, "model.position.absolute:Learned", "input"),
     "sinusoidal": Entry(SinusoidalConfig, "model.position.absolute:Sinusoidal", "input"),
     "rope": Entry(RoPEConfig, "model.position.rope:RoPE", "queries and keys"),
+    "xpos": Entry(XPosConfig, "model.position.rope:XPos", "queries and keys"),
+    "alibi": Entry(ALiBiConfig, "model.position.bias:ALiBi", "scores"),
+    "t5": Entry(T5Config, "model.position.bias:T5", "scores"),
+    "kerple": Entry(KERPLEConfig, "model.position.bias:KERPLE", "scores"),
+    "fire": Entry(FIREConfig, "model.position.bias:FIRE", "scores"),
+    "sandwich": Entry(SandwichConfig, "model.position.bias:Sandwich", "scores"),
+    "shaw": Entry(ShawConfig, "model.position.content:Shaw", "scores, by content"),
+    "cope": Entry(CoPEConfig, "model.position.content:CoPE", "scores, by content"),
     "rope_input": Entry(RoPEInputConfig, "model.position.rope:RoPEInput", "input"),
 }
 

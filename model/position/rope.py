@@ -3,16 +3,22 @@
 The derivation of the elementwise form used here stands in `model/position/derivation.py`.
 """
 
+import math
 from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor
 
-from model.position.config import RoPEConfig, RoPEInputConfig
+from model.position.config import RoPEConfig, RoPEInputConfig, XPosConfig
+from model.position.scaling import Scaled, scaled
 from model.position.scheme import PositionScheme, Rotation
 
 if TYPE_CHECKING:
     from model.config import ModelConfig
+
+
+# A factor on a key's channels that leaves room for the channels themselves in float32, which ends at 3e38.
+LARGEST_FACTOR = 1e30
 
 
 def rope_frequencies(base: float, width: int, device: torch.device | None = None) -> Tensor:
@@ -56,6 +62,15 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor, layout: str) -> Tensor:
     return pairs if turned == x.shape[-1] else torch.cat((pairs, x[..., turned:]), dim=-1)
 
 
+def log_n_factor(positions: Tensor, trained: int, dtype: torch.dtype) -> Tensor:
+    """Return max(1, ln(n) / ln(trained)) for n = position + 1 visible keys, shape of `positions` (Su, 2021).
+
+    Attention over more keys is flatter; a larger query keeps its entropy where it was in training.
+    """
+    visible_keys = (positions + 1).clamp(min=1).to(dtype)
+    return (visible_keys.log() / math.log(trained)).clamp(min=1)
+
+
 class RoPE(PositionScheme):
     """Queries and keys turn, after their projection, in every layer that the scheme applies to."""
 
@@ -63,12 +78,48 @@ class RoPE(PositionScheme):
 
     def __init__(self, config: "ModelConfig") -> None:
         super().__init__(config)
+        self.context = config.context
         self.width = self.config.turned_width(config.head_dim)
+
+    def frequencies(self, length: int, device: torch.device | None = None) -> Scaled:
+        """Return the frequencies (P,) of a call of this declared length, scaled, and their temperature."""
+        plain = rope_frequencies(self.config.base, self.width, device)
+        frequencies, temperature = scaled(plain, self.config.scaling, self.context, length)
+        turning = round(self.config.turning_pairs * len(frequencies))
+        still = torch.arange(len(frequencies), device=device) >= turning
+        return Scaled(frequencies.masked_fill(still, 0.0), temperature)
+
+    def rotation(self, positions: Tensor, length: int, dtype: torch.dtype) -> Rotation:
+        frequencies, temperature = self.frequencies(length, positions.device)
+        cos, sin = (temperature * table for table in rope_tables(positions, frequencies, dtype))
+        if not self.config.log_n:
+            return Rotation(cos, sin, cos, sin, self.config.layout)
+        factor = log_n_factor(positions, self.context, dtype)[..., None]
+        return Rotation(factor * cos, factor * sin, cos, sin, self.config.layout)
+
+
+class XPos(PositionScheme):
+    """RoPE whose pair i is scaled by zeta_i^(m / scale_base) in queries and by its inverse in keys (Sun et al., 2022).
+
+    zeta_i = (2i / D + gamma) / (1 + gamma), so a score fades by zeta_i^((m - n) / scale_base): it depends on distance
+    alone, like the angle. The factors themselves grow with position, and end where float32 would overflow.
+    """
+
+    config: XPosConfig
+
+    def __init__(self, config: "ModelConfig") -> None:
+        super().__init__(config)
+        self.width = config.head_dim
+        fastest = self.config.gamma / (1 + self.config.gamma)
+        self.max_positions = int(self.config.scale_base * math.log(LARGEST_FACTOR) / -math.log(fastest))
 
     def rotation(self, positions: Tensor, length: int, dtype: torch.dtype) -> Rotation:
         frequencies = rope_frequencies(self.config.base, self.width, positions.device)
         cos, sin = rope_tables(positions, frequencies, dtype)
-        return Rotation(cos, sin, cos, sin, self.config.layout)
+        share = torch.arange(0, self.width, 2, dtype=dtype, device=positions.device) / self.width
+        zeta = (share + self.config.gamma) / (1 + self.config.gamma)
+        scale = zeta ** (positions[..., None].to(dtype) / self.config.scale_base)
+        return Rotation(cos * scale, sin * scale, cos / scale, sin / scale, self.config.layout)
 
 
 class RoPEInput(PositionScheme):
@@ -79,7 +130,7 @@ class RoPEInput(PositionScheme):
 
     config: RoPEInputConfig
 
-    def embed(self, x: Tensor, positions: Tensor, layer: int) -> Tensor:
+    def embed(self, x: Tensor, positions: Tensor, layer: int, length: int) -> Tensor:
         dtype = torch.promote_types(x.dtype, torch.float32)
         frequencies = rope_frequencies(self.config.base, x.shape[-1], x.device)
         cos, sin = rope_tables(positions, frequencies, dtype)

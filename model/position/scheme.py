@@ -49,15 +49,15 @@ class PositionScheme(nn.Module):
     def initialise(self, draw: Draw) -> None:
         """Fill the scheme's own parameters; `draw(parameter, std)` draws from a normal distribution."""
 
-    def embed(self, x: Tensor, positions: Tensor, layer: int) -> Tensor:
-        """Return x (B, T, C) told of its positions; called before each block that the scheme applies to."""
+    def embed(self, x: Tensor, positions: Tensor, layer: int, length: int) -> Tensor:
+        """Return x (B, T, C) told of its positions; called before each block that the scheme applies to.
+
+        `length` is the declared length of the whole call; only schemes whose meaning depends on it read it.
+        """
         return x
 
     def rotation(self, positions: Tensor, length: int, dtype: torch.dtype) -> Rotation | None:
-        """Return the angles' cosines and sines for new tokens, once a forward pass.
-
-        `length` is the declared length of the whole call; only schemes whose angles depend on it read it.
-        """
+        """Return the angles' cosines and sines for new tokens, once a forward pass."""
         return None
 
     def bias(self, q_positions: Tensor, k_positions: Tensor, dtype: torch.dtype) -> Tensor | None:

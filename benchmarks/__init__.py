@@ -1,0 +1,1 @@
+"""Measurements that take time and depend on the machine; never part of a test."""
