@@ -174,6 +174,15 @@ def test_the_heads_of_sandwich_reach_further_the_higher_their_number():
     assert (bias[0] / bias[-1]).item() == pytest.approx(HEADS)
 
 
+def test_the_exponent_of_kerple_stops_at_2_where_the_kernels_domain_ends():
+    scheme, positions = random_scheme("kerple_power"), torch.arange(9)[None]
+    with torch.no_grad():
+        scheme.r2.fill_(3.0)  # softplus 3.05
+    found = scheme.bias(positions, positions, torch.float64)[0, :, -1]
+    expected = [[-softplus(r1) * d**2 for d in range(8, -1, -1)] for r1 in scheme.r1]
+    torch.testing.assert_close(found, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=0.0)
+
+
 @pytest.mark.parametrize("threshold", [0.05, 12.0, 1024.0, 5000.0])
 @pytest.mark.parametrize("c", [0.1, 1.0])
 def test_fire_starts_from_the_c_and_the_threshold_of_its_settings(c, threshold):

@@ -98,7 +98,7 @@ def test_the_fast_path_equals_the_definition(arm, positions, monkeypatch):
 
 def test_beyond_the_training_length_logits_are_finite_or_refused_in_words(arm):
     model, tokens = loud_model(tiny_config(arm)), random_tokens(1, 200)
-    if model.position.max_positions is None:
+    if model.position.max_positions is None or model.position.max_positions >= 200:
         assert model(tokens).isfinite().all()
         return
     with pytest.raises(UserError, match=r"'learned' is defined for 64 positions, but 200 are needed"):
