@@ -17,7 +17,7 @@ demo: $(READY)
 	$(BIN)/python generate.py runs/demo --prompt "def " --samples 3 --max-new-tokens 200
 
 test: $(READY)
-	$(BIN)/python -m pytest -m "not soak"
+	$(BIN)/python -m pytest -m "not soak" --numprocesses auto --maxprocesses 4
 
 soak: $(READY)
 	$(BIN)/python -m pytest -m soak

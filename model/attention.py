@@ -72,25 +72,31 @@ def weigh_values(scores: Tensor, v: Tensor, signal: Signal, dropout: float) -> T
     return F.dropout(weights, dropout) @ v.to(weights.dtype)
 
 
-def with_mask(signal: Signal) -> Signal:
+def with_mask(signal: Signal, dtype: torch.dtype) -> Signal:
     """Return the signal with its mask: bias and -inf where nothing is visible; without a bias, True where visible.
 
+    `dtype` is that of the queries: cast here, once, the mask is not copied by every layer.
     None where the kernel's own causal mask says it all. Never both: PyTorch accepts a mask together with is_causal
     until the mask needs a gradient.
     """
     if signal.is_causal and signal.bias is None:
         return signal
     seen = visible(signal.q_positions, signal.k_positions)
-    return signal._replace(mask=seen if signal.bias is None else signal.bias.masked_fill(~seen, float("-inf")))
+    return signal._replace(
+        mask=seen if signal.bias is None else signal.bias.masked_fill(~seen, float("-inf")).to(dtype)
+    )
 
 
 def attend_fused(q: Tensor, k: Tensor, v: Tensor, signal: Signal, dropout: float = 0.0) -> Tensor:
     """Return what `attend_reference` returns, by PyTorch's fused kernel."""
-    mask = signal.mask
-    if mask is not None and mask.dtype != torch.bool:
-        mask = mask.to(q.dtype)
     return F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, enable_gqa=q.shape[1] != k.shape[1]
+        q,
+        k,
+        v,
+        attn_mask=signal.mask,
+        dropout_p=dropout,
+        is_causal=signal.mask is None,
+        enable_gqa=q.shape[1] != k.shape[1],
     )
 
 

@@ -86,7 +86,9 @@ class Transformer(nn.Module):
 
     def blocks(self, x: Tensor, signal: Signal, cache: Cache | None = None) -> Tensor:
         """Run token vectors (B, T, C) through all blocks and the last norm."""
-        signal, silent = with_mask(signal), with_mask(signal._replace(rotation=None, bias=None))
+        device = x.device.type
+        dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
+        signal, silent = with_mask(signal, dtype), with_mask(signal._replace(rotation=None, bias=None), dtype)
         x = self.dropout(x)
         for layer, block in enumerate(self.layers):
             acts = self.position.applies_to(layer)
@@ -124,6 +126,8 @@ class Transformer(nn.Module):
             raise UserError(f"model.random_positions {reach} are fewer than the {length} tokens of this text")
         generator = None if self.training else torch.Generator().manual_seed(length)
         places = torch.randperm(reach, generator=generator)[:length].sort().values.to(positions.device)
+        if int(positions.max()) >= length:
+            raise UserError(f"position {int(positions.max())} lies beyond the declared length {length} of this text")
         return torch.where(positions >= 0, places[positions.clamp(min=0)], positions)
 
     def check_reach(self, length: int | None, positions: Tensor) -> None:

@@ -41,8 +41,8 @@ def attention_by_loops(q, k, v, q_positions, k_positions, bias=None):
     return out
 
 
-def signal_for(q_positions, k_positions, bias=None, is_causal=False):
-    return with_mask(Signal(q_positions, k_positions, is_causal, bias=bias))
+def signal_for(q_positions, k_positions, bias=None, is_causal=False, dtype=torch.float64):
+    return with_mask(Signal(q_positions, k_positions, is_causal, q_positions.shape[-1], bias=bias), dtype)
 
 
 POSITIONS = {
@@ -85,7 +85,7 @@ def test_the_fused_path_has_the_values_and_gradients_of_the_definition(dtype, to
     bias = torch.randn(1, 6, 9, 9, generator=generator).requires_grad_() if with_bias else None
     found = []
     for attend in (attend_fused, attend_reference):
-        out = attend(*inputs, signal_for(positions, positions, bias, is_causal=True))
+        out = attend(*inputs, signal_for(positions, positions, bias, is_causal=True, dtype=dtype))
         leaves = [*inputs, bias] if with_bias else inputs
         found.append((out, *torch.autograd.grad(out.float().square().sum(), leaves)))
     for fused, exact in zip(*found, strict=True):

@@ -294,6 +294,14 @@ def test_the_validation_loss_is_the_sum_over_the_count_for_every_batch_size(rows
     assert scores.tokens == 10
 
 
+def test_the_validation_loss_is_a_mean_over_all_targets_of_all_windows():
+    trainer = trainer_on_text()
+    windows = trainer.windows.batch(0, 5)
+    tokens = torch.from_numpy(windows)
+    expected = token_losses(trainer.model(tokens[:, :-1]), tokens[:, 1:]).mean().item()
+    assert evaluate(trainer.model, windows, np.ones(260), CPU, rows=2).loss == pytest.approx(expected, rel=1e-6)
+
+
 def test_bits_per_byte_counts_the_bytes_that_the_targets_stand_for():
     windows = np.array([[10, 1], [10, 1]])
     scores = evaluate(Fixed(), windows, np.array([1, 4]), CPU)

@@ -84,11 +84,6 @@ def positive(parameter: Tensor, dtype: torch.dtype) -> Tensor:
     return F.softplus(parameter.to(dtype))
 
 
-def inverse_softplus(value: float) -> float:
-    """Return x with softplus(x) = value > 0."""
-    return value + math.log(-math.expm1(-value))
-
-
 class KERPLE(PositionScheme):
     """-r1 ln(1 + r2 d) (log) or -r1 d^r2 (power), with learned r > 0 for each head (Chi et al., 2022)."""
 
@@ -122,19 +117,18 @@ class FIRE(PositionScheme):
         self.rise = nn.Parameter(torch.empty(self.config.width))
         self.offset = nn.Parameter(torch.empty(self.config.width))
         self.mix = nn.Parameter(torch.empty(config.n_heads, self.config.width))
-        self.c = nn.Parameter(torch.empty(()))
-        self.threshold = nn.Parameter(torch.empty(()))
+        # Learned as logarithms of factors on where they start, so that a step changes either by a share of itself.
+        self.log_c, self.log_threshold = (nn.Parameter(torch.zeros(())) for _ in "cL")
 
     def initialise(self, draw: Draw) -> None:
         draw(self.rise, 1.0)
         # At offset 0 a unit that falls would be off at every x >= 0, for good, and the others one straight line.
         draw(self.offset, 1.0)
         draw(self.mix, self.config.width**-0.5)
-        nn.init.constant_(self.c, inverse_softplus(self.config.c))
-        nn.init.constant_(self.threshold, inverse_softplus(self.config.threshold))
 
     def bias(self, q_positions: Tensor, k_positions: Tensor, dtype: torch.dtype) -> Tensor:
-        c, threshold = positive(self.c, dtype), positive(self.threshold, dtype)
+        c = self.config.c * self.log_c.to(dtype).exp()
+        threshold = self.config.threshold * self.log_threshold.to(dtype).exp()
         reach = torch.maximum(q_positions.to(dtype)[:, None, :, None], threshold)
         x = torch.log1p(c * distances(q_positions, k_positions).to(dtype)) / torch.log1p(c * reach)  # (B, 1, T, S)
         hidden = torch.relu(x[..., None] * self.rise.to(dtype) + self.offset.to(dtype))

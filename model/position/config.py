@@ -150,6 +150,8 @@ class RoPEConfig(RotaryConfig):
                 f"position.fraction {self.fraction} of head_dim {head_dim} is {width:g} channels: "
                 "RoPE turns pairs, so it must be an even whole number"
             )
+        if round(self.turning_pairs * width / 2) == 0:
+            raise ValueError(f"position.turning_pairs {self.turning_pairs} of {width / 2:g} pairs is none that turns")
         if self.log_n and self.fraction < 1:
             raise ValueError(f"position.log_n scales whole queries, but position.fraction {self.fraction} turns a part")
         if self.scaling is not None:

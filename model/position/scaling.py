@@ -106,7 +106,7 @@ def longrope(frequencies: Tensor, config: LongRoPEConfig, reach: Reach) -> Scale
     s = reach.factor(config)
     is_long = reach.declared > reach.trained
     divisors = (config.long_factor or (s,)) if is_long else (config.short_factor or (1.0,))
-    temperature = math.sqrt(1 + math.log(s) / math.log(reach.trained))
+    temperature = math.sqrt(1 + math.log(s) / math.log(max(reach.trained, 2)))
     temperature = temperature if config.attention_factor is None else config.attention_factor
     return Scaled(frequencies / frequencies.new_tensor(divisors), temperature)
 
