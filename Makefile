@@ -34,7 +34,7 @@ $(READY): pyproject.toml constraints.txt
 		{ echo "this Python has no venv: install its package, on Debian and Ubuntu: sudo apt install python3-venv"; exit 2; }
 	$(PYTHON) -m venv .venv
 	$(BIN)/python -m pip install --quiet --upgrade pip
-	$(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
+	PYTHONWARNINGS=ignore $(BIN)/python -m pip install --quiet -c constraints.txt -e ".[dev]"
 	@touch $(READY)
 
 clean:

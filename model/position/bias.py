@@ -151,5 +151,8 @@ class Sandwich(PositionScheme):
     def bias(self, q_positions: Tensor, k_positions: Tensor, dtype: torch.dtype) -> Tensor:
         frequencies = rope_frequencies(self.config.base, self.config.width, q_positions.device).to(dtype)
         d = distances(q_positions, k_positions).to(dtype)
-        total = torch.cos(d[..., None] * frequencies).sum(-1) - self.config.width / 2
+        # One wave at a time: all at once would take w/2 times the memory of the scores.
+        total = torch.full_like(d, -self.config.width / 2)
+        for frequency in frequencies:
+            total += torch.cos(d * frequency)
         return total / torch.tensor(self.compression, dtype=dtype, device=d.device)[:, None, None]
