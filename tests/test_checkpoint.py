@@ -90,12 +90,15 @@ for number in range(100, 10_000):
 """
 
 
-@pytest.mark.parametrize("trial", range(8))
+TRIALS = [*range(8), *(pytest.param(trial, marks=pytest.mark.soak) for trial in range(8, 60))]
+
+
+@pytest.mark.parametrize("trial", TRIALS)
 def test_killed_at_any_moment_the_last_checkpoint_is_whole(tmp_path, trial):
     command = [sys.executable, "-c", SAVE_FOR_EVER, str(tmp_path)]
     writer = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE)
     writer.stdout.readline()
-    time.sleep(0.003 + 0.007 * trial)
+    time.sleep(0.003 + 0.0073 * trial)
     writer.send_signal(signal.SIGKILL)
     writer.communicate()
     number = (tmp_path / "last").read_text()
@@ -215,6 +218,16 @@ def test_the_state_of_a_run_loads_safely_and_is_restored(tmp_path, precision):
     assert other.scaler.get_scale() == trainer.scaler.get_scale() == (512.0 if precision == "fp16" else 1.0)
     moments = [[s["exp_avg_sq"] for s in t.optimizer.state.values()] for t in (trainer, other)]
     assert all(torch.equal(a, b) for a, b in zip(*moments, strict=True))
+
+
+def test_a_state_that_was_saved_on_a_gpu_loads_on_a_cpu(tmp_path, monkeypatch):
+    state = {"next_step": 3, "optimizer": {"exp_avg": torch.ones(2)}}
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.serialization, "location_tag", lambda storage: "cuda:0")
+        torch.save(state, tmp_path / "trainer.pt")
+    assert b"cuda:0" in (tmp_path / "trainer.pt").read_bytes()
+    loaded = read_state(tmp_path / "trainer.pt", torch.device("cpu"))
+    assert torch.equal(loaded["optimizer"]["exp_avg"], torch.ones(2))
 
 
 # --- Run folders ------------------------------------------------------------------------------------------------------

@@ -234,10 +234,14 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, settings, number):
     assert RunFolder(tmp_path / "r").pointed("last") >= 4
 
 
-def test_kill_9_costs_nothing(tmp_path, settings):
+KILLS = [11, *(pytest.param(step, marks=pytest.mark.soak) for step in range(1, 50, 2) if step != 11)]
+
+
+@pytest.mark.parametrize("step", KILLS)
+def test_kill_9_costs_nothing(tmp_path, settings, step):
     settings["training"].update(steps=60, log_every=1)
     process = start_command(tmp_path / "killed", settings, tmp_path / "c.yaml")
-    wait_for_step(tmp_path / "killed", 11, process)
+    wait_for_step(tmp_path / "killed", step, process)
     process.kill()
     process.communicate()
     torch.set_num_threads(1)
