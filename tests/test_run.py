@@ -158,10 +158,35 @@ def test_an_existing_run_is_never_overwritten_without_being_told(tmp_path, setti
     assert RunFolder(tmp_path / "r").steps() == [3]
 
 
-def test_a_run_folder_that_is_a_file_is_refused(tmp_path, settings):
+@pytest.mark.parametrize("inside", ["", "deeper/still"])
+def test_a_run_folder_that_is_a_file_or_lies_in_one_is_refused(tmp_path, settings, inside):
     (tmp_path / "r").write_text("mine")
-    with pytest.raises(UserError, match="is a file: name a folder"):
-        run(tmp_path / "r", settings)
+    with pytest.raises(UserError, match="r is a file: name a folder"):
+        run(tmp_path / "r" / inside, settings)
+
+
+@pytest.mark.parametrize("name", ["model.safetensors", "trainer.pt"])
+@pytest.mark.parametrize("steps", [7, 20])
+def test_a_damaged_checkpoint_is_never_gone_on_with(tmp_path, settings, name, steps):
+    run(tmp_path / "r", settings, steps=steps)
+    path = RunFolder(tmp_path / "r").checkpoint("last") / name
+    content = bytearray(path.read_bytes())
+    content[len(content) - 100] ^= 1
+    path.write_bytes(content)
+    way_out = "start again with --overwrite" if steps == 7 else r"write the name of an earlier one \(step-000010"
+    with pytest.raises(UserError, match=rf"{name} was changed after it was written.*{way_out}"):
+        run(tmp_path / "r", settings, resume=True, steps=30)
+    if steps == 20:
+        (tmp_path / "r" / "checkpoints" / "last").write_text("step-000014\n")
+        run(tmp_path / "r", settings, resume=True)
+        run(tmp_path / "whole", settings)
+        assert_same_results(results(tmp_path / "r"), results(tmp_path / "whole"))
+
+
+def test_a_step_that_reads_the_text_hundreds_of_times_is_refused(tmp_path, settings):
+    with pytest.raises(UserError, match=r"batch_size 100000000 is over 100 times the \d+ windows"):
+        run(tmp_path / "r", settings, batch_size=100_000_000, micro_batch_size=1)
+    assert not (tmp_path / "r").exists()
 
 
 def test_weights_that_are_not_finite_are_never_saved(tmp_path, settings):
@@ -229,6 +254,7 @@ def test_ctrl_c_saves_and_says_how_to_go_on(tmp_path, settings, number):
     process.send_signal(number)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130
+    assert "again to stop at once" in errors
     assert "--resume goes on" in errors.splitlines()[-1]
     assert "Traceback" not in errors
     assert RunFolder(tmp_path / "r").pointed("last") >= 4

@@ -43,9 +43,9 @@ def _yaml_reads_off_as_false(value: object) -> object:
 class TrainingConfig(Settings):
     """How long, in what portions and where a run trains, and what it writes down."""
 
-    out: str | None = None
+    out: Annotated[str, Field(min_length=1)] | None = None
     """Run folder; none: runs/ and the configuration file's name."""
-    init_from: str | None = None
+    init_from: Annotated[str, Field(min_length=1)] | None = None
     """Run folder, or checkpoint, whose weights to begin with, also under another scheme (DroPE); none: new weights."""
     seed: CountOr0 = 0
     """Seed of the weights, the order of windows and dropout."""

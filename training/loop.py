@@ -1,6 +1,7 @@
 """A run from start to end: steps, evaluations, samples, checkpoints, and what is said of them."""
 
 import signal
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -59,7 +60,18 @@ def make_trainer(config: Config, prepared: Prepared) -> Trainer:
     hardware = choose_hardware(config.training)
     if hardware.device.type == "cpu":
         use_faster_float32()
+    refuse_huge_steps(config, len(prepared.train.ids))
     return Trainer(config, Windows(prepared.train.ids, config.model.context, config.training.seed), hardware)
+
+
+def refuse_huge_steps(config: Config, tokens: int) -> None:
+    """Refuse a step that would read the whole text a hundred times: it would not end, and Ctrl-C waits for its end."""
+    windows = max(1, tokens // config.model.context)
+    if config.training.batch_size > 100 * windows:
+        raise UserError(
+            f"training.batch_size {config.training.batch_size} is over 100 times the {windows} windows of the training "
+            f"split: lower it, to {windows} or less"
+        )
 
 
 def start(trainer: Trainer, folder: RunFolder, prepared: Prepared) -> None:
@@ -71,8 +83,7 @@ def start(trainer: Trainer, folder: RunFolder, prepared: Prepared) -> None:
         training = config.training.model_copy(update={"steps": steps, "max_minutes": None})
         trainer.config = config = config.model_copy(update={"training": training})
     begin_with(trainer, prepared)
-    folder.clear()
-    folder.checkpoints.mkdir(parents=True, exist_ok=True)
+    folder.create()
     folder.tokenizer.write_bytes(prepared.tokenizer.model_bytes)
     write_text(folder.config, to_yaml(config))
 
@@ -107,7 +118,7 @@ def take_up(trainer: Trainer, folder: RunFolder, prepared: Prepared) -> None:
     if folder.pointed("last") is None:
         begin_with(trainer, prepared)
     else:
-        trainer.restore(folder.checkpoint("last"))
+        restore_last(trainer, folder)
         if trainer.data_digest != data_digest(prepared):
             raise UserError(
                 f"the prepared data in {prepared.folder} are not those that run {folder.path} was trained on: "
@@ -117,6 +128,16 @@ def take_up(trainer: Trainer, folder: RunFolder, prepared: Prepared) -> None:
     rewind_samples(folder.samples, trainer.next_step)
     folder.discard_after(trainer.next_step)
     print(f"going on with {folder.path} after step {trainer.next_step}")
+
+
+def restore_last(trainer: Trainer, folder: RunFolder) -> None:
+    """Take up the last checkpoint; where it is damaged, say how to go on from an earlier one."""
+    try:
+        trainer.restore(folder.checkpoint("last"))
+    except UserError as error:
+        others = ", ".join(f"step-{step:06d}" for step in folder.steps() if step != folder.pointed("last"))
+        way_out = f"write the name of an earlier one ({others}) into {folder.checkpoints / 'last'}" if others else ""
+        raise UserError(f"{error}; {way_out or 'there is no earlier one: start again with --overwrite'}") from error
 
 
 def data_digest(prepared: Prepared) -> str:
@@ -279,6 +300,7 @@ def stop_requested() -> Iterator[threading.Event]:
         if flag.is_set():
             raise KeyboardInterrupt
         flag.set()
+        print("\nstopping after this step; again to stop at once, without saving", file=sys.stderr, flush=True)
 
     if threading.current_thread() is not threading.main_thread():
         yield flag  # only the main thread may set handlers

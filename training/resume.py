@@ -33,8 +33,9 @@ def refuse_existing(folder: RunFolder, resume: bool, overwrite: bool) -> None:
             f"run folder {folder.path} holds a run: go on with --resume, start again with --overwrite, "
             "or name another folder with --training.out"
         )
-    if folder.path.exists() and not folder.path.is_dir():
-        raise UserError(f"training.out {folder.path} is a file: name a folder")
+    for part in (folder.path, *folder.path.parents):
+        if part.exists() and not part.is_dir():
+            raise UserError(f"training.out {folder.path}: {part} is a file: name a folder")
 
 
 def resumed_config(folder: RunFolder, asked: Config) -> Config:

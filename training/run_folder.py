@@ -84,6 +84,16 @@ class RunFolder:
         for remains in self.checkpoints.glob(".*.tmp"):
             shutil.rmtree(remains) if remains.is_dir() else remains.unlink()
 
+    def create(self) -> None:
+        """Make the folder, empty of an older run; UserError where it cannot be."""
+        try:
+            self.clear()
+            self.checkpoints.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            raise UserError(
+                f"training.out {self.path} cannot be made: {error.strerror}; name another folder"
+            ) from error
+
     def clear(self) -> None:
         """Remove what a run wrote here, and nothing else."""
         for folder in (self.checkpoints, self.path / "wandb"):

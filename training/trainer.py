@@ -11,6 +11,7 @@ from torch import Tensor
 
 from data.loader import Windows
 from model.checkpoint import load_weights
+from model.durable import check_folder
 from model.errors import UserError
 from model.transformer import IGNORED, Transformer, token_losses
 from training.config import Config
@@ -140,7 +141,8 @@ class Trainer:
         }
 
     def restore(self, folder: Path) -> None:
-        """Take up the state of a checkpoint folder, which was checked before."""
+        """Take up the state of a checkpoint folder; UserError names a file that was damaged."""
+        check_folder(folder)
         load_weights(self.model, folder)
         state = read_state(folder / STATE, self.hardware.device)
         self.optimizer.load_state_dict(state["optimizer"])
