@@ -173,7 +173,7 @@ def test_a_damaged_checkpoint_is_never_gone_on_with(tmp_path, settings, name, st
     content = bytearray(path.read_bytes())
     content[len(content) - 100] ^= 1
     path.write_bytes(content)
-    way_out = "start again with --overwrite" if steps == 7 else r"write the name of an earlier one \(step-000010"
+    way_out = "start again with --overwrite" if steps == 7 else r"write the name of an earlier one \(step-000014"
     with pytest.raises(UserError, match=rf"{name} was changed after it was written.*{way_out}"):
         run(tmp_path / "r", settings, resume=True, steps=30)
     if steps == 20:
