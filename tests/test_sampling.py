@@ -190,8 +190,10 @@ def test_filters_always_leave_the_likeliest_token_and_no_nan(values, temperature
     seen = torch.arange(len(values))[None] % 2 == 0
     rules = SamplingSettings(temperature=temperature, top_k=k, top_p=p, min_p=min_p, repetition_penalty=penalty)
     left = filtered(logits, seen, rules)
-    best = penalise_repetition(logits, seen, penalty).argmax()
-    assert left[0, best] == 0
+    penalised = penalise_repetition(logits, seen, penalty)
+    # Two logits closer than the temperature can tell are equally likely: either may be the one that is left.
+    assert left.max() == 0
+    assert penalised[0, left.argmax()] >= penalised.max() - 1e-30
     assert not left.isnan().any()
     assert (left <= 0).all()
 
