@@ -8,7 +8,7 @@ import torch
 import yaml
 from pydantic import ValidationError
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 
 from model.config import ModelConfig
@@ -37,7 +37,7 @@ def save_model(
     """
     weights = {name: parameter.detach().contiguous().cpu() for name, parameter in model.named_parameters()}
     writers: dict[str, Writer] = {
-        WEIGHTS: lambda path: save_file(weights, path),
+        WEIGHTS: lambda path: path.write_bytes(save(weights)),
         CONFIG: lambda path: path.write_text(config_yaml, encoding="utf-8"),
         TOKENIZER: lambda path: path.write_bytes(tokenizer),
     }

@@ -63,8 +63,8 @@ class ModelConfig(Settings):
         """The standard deviation of the token embedding at the start, and of the output layer.
 
         RMSNorm undoes the embedding's scale, so with tied embeddings the logit of the token just read starts larger the
-        wider the model is: at 0.02 and d_model 512 the loss starts 0.13 to 0.16 above ln(vocabulary). 2 / d_model starts
-        it at ln(vocabulary).
+        wider the model is: at 0.02 and d_model 512 the loss starts 0.13 to 0.16 above ln(vocabulary), at 2 / d_model
+        on it.
         """
         return min(self.init_std, 2 / self.d_model)
 

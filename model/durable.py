@@ -53,7 +53,8 @@ def write_folder(target: Path, writers: Mapping[str, Writer]) -> None:
     """
     with hidden_folder(target) as folder:
         for name, write in writers.items():
-            write(folder / name)
+            with _named(target / name):
+                write(folder / name)
         manifest = {"format": FORMAT, "files": {name: _entry(folder / name) for name in writers}}
         (folder / MANIFEST).write_text(json.dumps(manifest, indent=1), encoding="utf-8")
         for name in (*writers, MANIFEST):
@@ -61,6 +62,16 @@ def write_folder(target: Path, writers: Mapping[str, Writer]) -> None:
         sync(folder)
         folder.rename(target)
         sync(target.parent)
+
+
+@contextlib.contextmanager
+def _named(path: Path) -> Iterator[None]:
+    # Writing to an open file that the disk has no room for raises an OSError that does not say which file.
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
 
 
 def _entry(path: Path) -> dict[str, int | str]:

@@ -1,6 +1,8 @@
 """Whole runs on a small text: what is written, what a stop costs (nothing), and what is refused."""
 
 import os
+import re
+import resource
 import signal
 import subprocess
 import sys
@@ -197,24 +199,34 @@ def test_weights_that_are_not_finite_are_never_saved(tmp_path, settings):
 
 
 def test_a_disk_that_is_full_ends_the_run_and_leaves_the_last_checkpoint_whole(tmp_path, settings, monkeypatch):
-    import model.checkpoint as checkpoint
+    real, saved = Path.write_bytes, []
 
-    real = checkpoint.save_file
-
-    def full_after_two(weights, path, saved=[]):  # noqa: B006 - counts the calls
-        saved.append(path)
+    def full_after_two(path, content):
+        saved.extend([path] if path.name == "trainer.pt" else [])
         if len(saved) > 2:
-            raise OSError(28, "No space left on device", str(path))
-        real(weights, path)
+            raise OSError(28, "No space left on device")
+        return real(path, content)
 
-    monkeypatch.setattr(checkpoint, "save_file", full_after_two)
-    with pytest.raises(OSError, match="No space left"):
+    monkeypatch.setattr(Path, "write_bytes", full_after_two)
+    with pytest.raises(OSError, match="No space left") as failure:
         run(tmp_path / "r", settings)
     monkeypatch.undo()
-    assert sorted(path.name for path in (tmp_path / "r" / "checkpoints").iterdir())[-1] == "step-000010"
+    assert failure.value.filename == str(tmp_path / "r" / "checkpoints" / "step-000014" / "trainer.pt")
+    names = {path.name for path in (tmp_path / "r" / "checkpoints").iterdir()}
+    assert names == {"best", "last", "step-000007", "step-000010"}
     run(tmp_path / "r", settings, resume=True)
     run(tmp_path / "whole", settings)
     assert_same_results(results(tmp_path / "r"), results(tmp_path / "whole"))
+
+
+def test_a_disk_that_is_really_full_is_one_line(tmp_path, settings):
+    """The command runs under a limit on the size of files: too little for the second file of a checkpoint."""
+    process = start_command(tmp_path / "r", settings, tmp_path / "c.yaml", limit=200_000)
+    _, errors = process.communicate(timeout=120)
+    assert process.returncode == 2
+    assert "Traceback" not in errors
+    assert re.search(r"^error: .*step-000007.*File too large$", errors, re.MULTILINE), errors
+    assert list((tmp_path / "r" / "checkpoints").iterdir()) == []
 
 
 # --- As a person meets it ---------------------------------------------------------------------------------------------
@@ -231,13 +243,24 @@ def test_the_ceiling_on_time_is_turned_into_steps_once_and_kept(tmp_path, settin
     assert_same_results(results(tmp_path / "r"), results(tmp_path / "whole"))
 
 
-def start_command(folder, settings, config, *flags):
+def limited(size):
+    """Refuse, in a child process, to write more than `size` bytes to a file: EFBIG instead of a signal."""
+
+    def prepare():
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+
+    return prepare
+
+
+def start_command(folder, settings, config, *flags, limit=None):
     import yaml
 
     config.write_text(yaml.safe_dump(settings))
     command = [sys.executable, "train.py", str(config), "--training.out", str(folder), *flags]
     return subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, bufsize=1,
-                            env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+                            env={**os.environ, "OMP_NUM_THREADS": "1"},
+                            preexec_fn=limited(limit) if limit else None)  # fmt: skip
 
 
 def wait_for_step(folder, step, process):

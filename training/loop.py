@@ -10,8 +10,6 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-import torch
-
 from data.loader import Windows, evaluation_windows
 from data.prepare import Prepared, prepare
 from model.checkpoint import TOKENIZER, load_trunk, save_model
@@ -256,7 +254,7 @@ class Run:
     def save(self, is_best: bool) -> None:
         """Write a checkpoint, then let `last` (and `best`) stand for it, then remove old ones."""
         step = self.trainer.next_step
-        state = {STATE: lambda path: torch.save(self.trainer.state(), path)}
+        state = {STATE: lambda path: path.write_bytes(self.trainer.state_bytes())}
         tokenizer = self.prepared.tokenizer.model_bytes
         save_model(self.folder.step_folder(step), self.trainer.model, to_yaml(self.config), tokenizer, state)
         self.folder.point("last", step)

@@ -1,6 +1,7 @@
 """The state of a run and the one operation that moves it: a step."""
 
 import hashlib
+import io
 import math
 import pickle
 from pathlib import Path
@@ -139,6 +140,12 @@ class Trainer:
             "seconds": self.seconds,
             "data_digest": self.data_digest,
         }
+
+    def state_bytes(self) -> bytes:
+        """Return the state as the content of its file; torch's own writer ends in a RuntimeError on a full disk."""
+        buffer = io.BytesIO()
+        torch.save(self.state(), buffer)
+        return buffer.getvalue()
 
     def restore(self, folder: Path) -> None:
         """Take up the state of a checkpoint folder; UserError names a file that was damaged."""
