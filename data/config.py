@@ -1,10 +1,10 @@
 """Where the text comes from and how it becomes tokens. Torch-free."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
-from model.settings import Settings
+from model.settings import A_WORD_IS_A_KIND, Settings
 
 Count = Annotated[int, Field(ge=1)]
 
@@ -44,13 +44,7 @@ class HubConfig(Settings):
     """Read at most this many documents."""
 
 
-def _a_word_is_a_kind(value: Any) -> Any:
-    return {"kind": value} if isinstance(value, str) else value
-
-
-CorpusConfig = Annotated[
-    StdlibConfig | FilesConfig | HubConfig, Field(discriminator="kind"), BeforeValidator(_a_word_is_a_kind)
-]
+CorpusConfig = Annotated[StdlibConfig | FilesConfig | HubConfig, Field(discriminator="kind"), A_WORD_IS_A_KIND]
 
 
 class DataConfig(Settings):

@@ -1,6 +1,8 @@
-"""The one base of all configuration classes."""
+"""The one base of all configuration classes, and what their unions have in common."""
 
-from pydantic import BaseModel, ConfigDict
+from typing import Any
+
+from pydantic import BaseModel, BeforeValidator, ConfigDict
 
 
 class Settings(BaseModel):
@@ -9,3 +11,11 @@ class Settings(BaseModel):
     model_config = ConfigDict(
         frozen=True, extra="forbid", use_attribute_docstrings=True, hide_input_in_errors=True, allow_inf_nan=False
     )
+
+
+def _spelled_out(value: Any) -> Any:
+    return {"kind": value} if isinstance(value, str) else value
+
+
+A_WORD_IS_A_KIND = BeforeValidator(_spelled_out)
+"""Lets `position: alibi` stand for `position: {kind: alibi}`."""

@@ -26,8 +26,7 @@ LENGTH = {"training.steps", "training.max_minutes"}
 
 def refuse_existing(folder: RunFolder, resume: bool, overwrite: bool) -> None:
     """Raise a UserError where a run would be overwritten without being told so."""
-    if resume and overwrite:
-        raise UserError("--resume goes on with a run and --overwrite starts it again: give one of them")
+    assert not (resume and overwrite), "the command line refuses the two together"
     if folder.exists() and not (resume or overwrite):
         raise UserError(
             f"run folder {folder.path} holds a run: go on with --resume, start again with --overwrite, "

@@ -5,9 +5,9 @@ each scheme's configuration class and, as text, the home of the module that does
 """
 
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple, Union
+from typing import TYPE_CHECKING, Annotated, NamedTuple, Union
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field
 
 from model.position.config import (
     ALiBiConfig,
@@ -25,6 +25,7 @@ from model.position.config import (
     T5Config,
     XPosConfig,
 )
+from model.settings import A_WORD_IS_A_KIND
 
 if TYPE_CHECKING:
     from model.config import ModelConfig
@@ -63,15 +64,11 @@ def build_scheme(config: "ModelConfig") -> "PositionScheme":
     return scheme
 
 
-def _a_word_is_a_kind(value: Any) -> Any:
-    return {"kind": value} if isinstance(value, str) else value
-
-
 if TYPE_CHECKING:
     PositionConfig = SchemeConfig
 else:
     PositionConfig = Annotated[
         Union[tuple(entry.config for entry in SCHEMES.values())],
         Field(discriminator="kind"),
-        BeforeValidator(_a_word_is_a_kind),
+        A_WORD_IS_A_KIND,
     ]

@@ -1,10 +1,10 @@
 """How RoPE's frequencies are changed to reach past the training length, as settings; torch-free."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
-from pydantic import BeforeValidator, Field, model_validator
+from pydantic import Field, model_validator
 
-from model.settings import Settings
+from model.settings import A_WORD_IS_A_KIND, Settings
 
 Factor = Annotated[float, Field(ge=1)] | Literal["auto"]
 Count = Annotated[int, Field(ge=1)]
@@ -105,12 +105,8 @@ class LongRoPEConfig(ScalingConfig):
                 raise ValueError(f"position.scaling.{name} has {count} divisors, but {width // 2} pairs turn")
 
 
-def _a_word_is_a_kind(value: Any) -> Any:
-    return {"kind": value} if isinstance(value, str) else value
-
-
 AnyScalingConfig = Annotated[
     LinearConfig | NTKConfig | DynamicNTKConfig | YaRNConfig | Llama3Config | LongRoPEConfig,
     Field(discriminator="kind"),
-    BeforeValidator(_a_word_is_a_kind),
+    A_WORD_IS_A_KIND,
 ]
