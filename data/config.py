@@ -1,12 +1,21 @@
 """Where the text comes from and how it becomes tokens. Torch-free."""
 
+import re
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from model.settings import A_WORD_IS_A_KIND, Settings
 
 Count = Annotated[int, Field(ge=1)]
+
+
+def _is_pattern(text: str) -> str:
+    try:
+        re.compile(text)
+    except re.error as error:
+        raise ValueError(f"'{text}' is no regular expression: {error}") from error
+    return text
 
 
 class StdlibConfig(Settings):
@@ -16,18 +25,31 @@ class StdlibConfig(Settings):
     """Name of the kind of corpus."""
 
 
-class FilesConfig(Settings):
-    """Local files: .txt, .md and .py; each file is a document."""
+class _Limited(Settings):
+    """How much of a corpus is read; of several limits the first that is reached counts."""
+
+    limit: Count | None = None
+    """Read at most this many documents."""
+    limit_bytes: Count | None = None
+    """Read at most this many bytes of text (UTF-8)."""
+    limit_tokens: Count | None = None
+    """Keep at most this many tokens, shared out over the splits; 8 characters a token are read to choose from."""
+
+
+class FilesConfig(_Limited):
+    """Local files: each .txt, .md and .py is a document; each row of a .jsonl, .csv and .parquet is one."""
 
     kind: Literal["files"] = "files"
     """Name of the kind of corpus."""
     paths: tuple[str, ...] = ()
-    """Files, folders or globs."""
+    """Files, folders or globs; their order changes nothing."""
     encoding_errors: Literal["strict", "replace"] = "strict"
-    """strict: a byte that is no UTF-8 stops with file and offset; replace: it becomes U+FFFD, and is counted."""
+    """Of .txt, .md and .py. strict: a byte that is no UTF-8 stops with file and offset; replace: U+FFFD, counted."""
+    text_column: str | None = None
+    """Column of .jsonl, .csv and .parquet with the text; none: text, content, story, or the only one of strings."""
 
 
-class HubConfig(Settings):
+class HubConfig(_Limited):
     """A data set that the `datasets` library loads by name; each row is a document."""
 
     kind: Literal["hub"] = "hub"
@@ -39,9 +61,11 @@ class HubConfig(Settings):
     split: str = "train"
     """Split to read; train, validation and test are made from it here."""
     text_column: str | None = None
-    """Column that holds the text; none: `text`, or the only column of strings."""
-    limit: Count | None = None
-    """Read at most this many documents."""
+    """Column that holds the text; none: text, content, story, or the only one of strings."""
+    document_start: Annotated[str, AfterValidator(_is_pattern)] | None = None
+    """Where rows are lines: a regular expression for the first line of a document; none: each row is a document."""
+    streaming: bool = False
+    """Read over the network without a copy on the disk; with a limit it is always read so."""
 
 
 CorpusConfig = Annotated[StdlibConfig | FilesConfig | HubConfig, Field(discriminator="kind"), A_WORD_IS_A_KIND]
@@ -56,3 +80,5 @@ class DataConfig(Settings):
     """Size of the SentencePiece vocabulary to train (256 bytes and 3 control symbols are always in it)."""
     folder: str = "prepared"
     """Folder that holds prepared data, one sub-folder a corpus and vocabulary."""
+    processes: Count | None = None
+    """Processes that turn text into tokens; changes no token; none: one a core, at most 16."""

@@ -8,16 +8,23 @@ import sysconfig
 import tokenize
 from collections import Counter
 from collections.abc import Iterator
+from io import BufferedReader
 from pathlib import Path
 from typing import NamedTuple
 
 from data.config import CorpusConfig, FilesConfig, HubConfig, StdlibConfig
 from data.literals import is_mostly_literal
+from data.split import pieces
 from model.durable import file_digest
 from model.errors import UserError
 
-SUFFIXES = (".txt", ".md", ".py")
+TEXT_SUFFIXES = (".txt", ".md", ".py")
+TABLE_SUFFIXES = (".jsonl", ".csv", ".parquet")
 BOM = "\ufeff"
+# No document is longer, so that a file of gigabytes is read in little memory; what is cut falls into such pieces.
+LONGEST = 16 * 2**20
+PIECE = 2**20
+CHARACTERS_A_TOKEN = 8
 
 Counts = Counter[str]
 """How often something was passed over or changed, under a phrase that says what: "empty files passed over"."""
@@ -38,19 +45,51 @@ class Source(NamedTuple):
 
 
 def read_documents(corpus: CorpusConfig, counts: Counts | None = None) -> Iterator[Document]:
-    """Read the documents of a corpus one after the other, and count what was passed over or changed.
+    """Read the documents of a corpus one after the other, and count what was passed over, cut or changed.
 
     UserError: the corpus is not there, is empty or is not text.
     """
     counts = Counter() if counts is None else counts
-    if isinstance(corpus, HubConfig):
-        from data.hub import read_rows
+    if isinstance(corpus, StdlibConfig):
+        return _read_stdlib(counts)
+    read = _read_files(corpus, counts) if isinstance(corpus, FilesConfig) else _read_hub(corpus, counts)
+    return _limited(_none_too_long(read, counts), corpus, counts)
 
-        rows = read_rows(corpus, counts)
-        return (Document(f"{corpus.name}/{corpus.split}/{index}", text) for index, text in rows)
-    if isinstance(corpus, FilesConfig):
-        return _read_files(corpus, counts)
-    return _read_stdlib(counts)
+
+def _read_hub(corpus: HubConfig, counts: Counts) -> Iterator[Document]:
+    from data.hub import read_rows
+
+    rows = read_rows(corpus, counts)
+    return (Document(f"{corpus.name}/{corpus.split}/{index}", text) for index, text in rows)
+
+
+LONG = f"documents of over {LONGEST / 2**20:.0f} MiB cut into pieces of about {PIECE / 2**20:.0f} MiB"
+
+
+def _none_too_long(documents: Iterator[Document], counts: Counts) -> Iterator[Document]:
+    for document in documents:
+        if len(document.text) <= LONGEST:
+            yield document
+            continue
+        counts[LONG] += 1
+        for number, text in enumerate(pieces(document.text, PIECE)):
+            yield Document(f"{document.name}#{number}", text)
+
+
+REACHED = "readings that a limit ended"
+
+
+def _limited(documents: Iterator[Document], corpus: FilesConfig | HubConfig, counts: Counts) -> Iterator[Document]:
+    limits = (corpus.limit, corpus.limit_bytes, corpus.limit_tokens and CHARACTERS_A_TOKEN * corpus.limit_tokens)
+    left = [float("inf") if limit is None else limit for limit in limits]
+    for document in documents:
+        size = len(document.text.encode(errors="replace")) if corpus.limit_bytes else 0
+        left = [left[0] - 1, left[1] - size, left[2] - len(document.text)]
+        if min(left) >= 0:
+            yield document
+        if min(left) < 0 or left[0] == 0:  # asking for one more might load it over the network
+            counts[REACHED] += 1
+            return
 
 
 def fingerprint(corpus: CorpusConfig) -> str:
@@ -70,6 +109,16 @@ def sources(corpus: CorpusConfig, counts: Counts) -> list[Source]:
         return stdlib_sources(Path(sysconfig.get_path("stdlib")), counts)
     paths = file_paths(corpus, counts) if isinstance(corpus, FilesConfig) else _all_files(corpus.name)
     return [Source(path.as_posix(), path) for path in paths]
+
+
+def text_size(corpus: CorpusConfig) -> int | None:
+    """Return about how many bytes of text will be read, where that is known beforehand."""
+    limit = None if isinstance(corpus, StdlibConfig) else corpus.limit_bytes
+    files = [source.path for source in sources(corpus, Counter())]
+    if isinstance(corpus, HubConfig) or any(path.suffix.lower() in TABLE_SUFFIXES for path in files):
+        return limit
+    size = sum(path.stat().st_size for path in files)
+    return min(size, limit or size)
 
 
 def _all_files(folder: str) -> list[Path]:
@@ -141,7 +190,7 @@ REPLACED = "invalid bytes replaced by U+FFFD"
 
 
 def file_paths(corpus: FilesConfig, counts: Counts) -> list[Path]:
-    """List the .txt, .md and .py files that `paths` names, each once, in sorted order.
+    """List the files of texts and tables that `paths` names, each once, in sorted order.
 
     UserError: one of `paths` names nothing, or nothing that holds text.
     """
@@ -150,7 +199,8 @@ def file_paths(corpus: FilesConfig, counts: Counts) -> list[Path]:
     found, others, hidden = set[Path](), set[Path](), set[Path]()
     for given in corpus.paths:
         every = {path for root in _roots(given) for path in _walk(root, hidden)}
-        texts = {path for path in every if path.suffix.lower() in SUFFIXES}
+        # A pipe or a link to nothing is no file: opening it would wait for ever, or fail.
+        texts = {path for path in every if path.suffix.lower() in TEXT_SUFFIXES + TABLE_SUFFIXES and path.is_file()}
         _refuse_without_text(given, texts, every)
         found, others = found | texts, others | (every - texts)
     counts[OTHER_KINDS] += len(others)
@@ -170,41 +220,79 @@ def _roots(given: str) -> list[Path]:
 def _walk(root: Path, hidden: set[Path]) -> Iterator[Path]:
     if not root.is_dir():
         yield root
-    for folder, folders, files in os.walk(root):
+        return
+    for folder, folders, files in os.walk(root, onerror=_raise):
         hidden |= {Path(folder, name) for name in (*folders, *files) if name.startswith(".")}
         folders[:] = sorted(name for name in folders if not name.startswith(".") and name != "__pycache__")
         yield from (Path(folder, name) for name in files if not name.startswith("."))
 
 
+def _raise(error: OSError) -> None:
+    raise error
+
+
 def _refuse_without_text(given: str, texts: set[Path], every: set[Path]) -> None:
     if not texts:
         what = f"{len(every)} of other kinds" if every else "none at all"
-        raise UserError(f"data.corpus.paths: '{given}' has no {', '.join(SUFFIXES)} file ({what})")
+        raise UserError(
+            f"data.corpus.paths: '{given}' has no {', '.join(TEXT_SUFFIXES + TABLE_SUFFIXES)} file ({what})"
+        )
     if not any(path.stat().st_size for path in texts):
         raise UserError(f"data.corpus.paths: '{given}' is empty: it has no text")
 
 
 def _read_files(corpus: FilesConfig, counts: Counts) -> Iterator[Document]:
     for source in sources(corpus, counts):
-        # Bytes, not text mode: that would turn every \r\n into \n.
-        text = _decode_utf8(source.path.read_bytes(), source.path, corpus.encoding_errors, counts)
-        if text.startswith(BOM):
-            # Some editors put it first as a mark of the encoding; it is no part of the text.
-            counts[BOMS] += 1
-            text = text.removeprefix(BOM)
-        if text:
-            yield Document(source.name, text)
-        else:
+        if not source.path.stat().st_size:
             counts[EMPTY] += 1
+        elif source.path.suffix.lower() in TABLE_SUFFIXES:
+            yield from _read_table(corpus, source, counts)
+        else:
+            yield from _read_text(source, corpus.encoding_errors, counts)
 
 
-def _decode_utf8(data: bytes, path: Path, errors: str, counts: Counts) -> str:
+def _read_table(corpus: FilesConfig, source: Source, counts: Counts) -> Iterator[Document]:
+    from data.hub import read_table
+
+    rows = read_table(source.path, corpus.text_column, counts)
+    return (Document(f"{source.name}/{index}", text) for index, text in rows)
+
+
+def _read_text(source: Source, errors: str, counts: Counts) -> Iterator[Document]:
+    # Bytes, not text mode: that would turn every \r\n into \n.
+    with source.path.open("rb") as file:
+        is_long = source.path.stat().st_size > LONGEST
+        counts[LONG] += is_long
+        offset = 0
+        for number, data in enumerate(_parts(file, PIECE) if is_long else [file.read()]):
+            text = _decode_utf8(data, source.path, offset, errors, counts)
+            if offset == 0 and text.startswith(BOM):
+                # Some editors put it first as a mark of the encoding; it is no part of the text.
+                counts[BOMS] += 1
+                text = text.removeprefix(BOM)
+            offset += len(data)
+            if text:
+                yield Document(f"{source.name}#{number}" if is_long else source.name, text)
+            else:
+                counts[EMPTY] += 1
+
+
+def _parts(file: BufferedReader, size: int) -> Iterator[bytes]:
+    """Yield a file in parts that end with the first line end past `size` bytes; anywhere where lines are long."""
+    while data := file.read(size):
+        data += file.readline(size)
+        for _ in range(3):  # a character has at most four bytes, and all but its first are 10xxxxxx
+            data += file.read(1) if file.peek(1)[:1] and file.peek(1)[0] & 0xC0 == 0x80 else b""
+        yield data
+
+
+def _decode_utf8(data: bytes, path: Path, offset: int, errors: str, counts: Counts) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
         if errors == "strict":
             raise UserError(
-                f"{path}: byte {error.start} (0x{data[error.start]:02x}) is not UTF-8: "
+                f"{path}: byte {offset + error.start} (0x{data[error.start]:02x}) is not UTF-8: "
                 "convert the file, or set data.corpus.encoding_errors to replace"
             ) from error
     text = data.decode(errors="replace")

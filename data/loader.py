@@ -30,7 +30,11 @@ class Windows:
 
     def rows(self, numbers: np.ndarray) -> np.ndarray:
         """Return the windows (len(numbers), context + 1) of these rows of the run as int64."""
-        return take(self.ids, np.array([self.start(int(number)) for number in numbers]), self.context)
+        return take(self.ids, self.starts(numbers), self.context)
+
+    def starts(self, numbers: np.ndarray) -> np.ndarray:
+        """Return where in the ids the windows of these rows start, as int64."""
+        return np.array([self.start(int(number)) for number in numbers], dtype=np.int64)
 
     def start(self, number: int) -> int:
         """Return where in the ids the window of a row starts."""

@@ -3,17 +3,16 @@
 `python -m data.prepare [CONFIG.yaml]` does it alone; `train.py` calls `prepare` and gets what is there or what is made.
 """
 
-import contextlib
 import hashlib
+import itertools
 import json
-import os
 import platform
 import re
 import shutil
 import sys
-import uuid
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from importlib.metadata import version
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,19 +20,29 @@ from typing import Any, NamedTuple
 import numpy as np
 from tqdm import tqdm
 
-from data.config import CorpusConfig, DataConfig, FilesConfig, HubConfig
-from data.corpus import fingerprint, read_documents
-from data.split import SPLITS, Unique, enough_documents, split_by_content, unique
+from data.config import CorpusConfig, DataConfig, FilesConfig, HubConfig, StdlibConfig
+from data.corpus import REACHED, Document, fingerprint, read_documents, text_size
+from data.encode import Encode, Encoded, encoder, process_count
+from data.split import FEW_DOCUMENTS, SPLITS, pieces, shares, size_of_pieces
+from data.spool import Spool, Writer, cut, documents, key_of
 from data.token_file import TokenFile, open_tokens, write_tokens
 from data.tokenizer import Tokenizer
-from model.durable import file_digest, hidden_folder, sync
+from data.workplace import put_aside, workplace
+from model.durable import file_digest, sync
 from model.errors import UserError
 
 # Raise it when the same text and settings would give other files: what was prepared by older rules is then not reused.
-FORMAT = 1
+FORMAT = 2
 MANIFEST, TOKENIZER = "manifest.json", "tokenizer.model"
-BATCH_CHARACTERS = 1_000_000
-THREADS = min(8, os.cpu_count() or 1)
+PORTION_BYTES = 500_000
+# The tokenizer learns from so much of the training split; in the order of hashes its first part is a fair sample.
+SAMPLE_BYTES = 32_000_000
+# The manifest names so many documents of each split, and has the hash of all.
+LISTED = 1000
+
+DUPLICATES = "duplicates dropped"
+CUT = "documents cut into pieces of {} characters or up to twice that"
+REPEATED_PIECES = "repeated pieces dropped"
 
 Show = Callable[[str], object]
 
@@ -65,11 +74,23 @@ def prepare(config: DataConfig, show: Show = print) -> Prepared:
             return open_prepared(folder)
         except UserError as error:
             show(f"{error}; preparing it anew")
-    with hidden_folder(folder) as hidden:
+    with _named(folder), workplace(folder, show) as hidden:
         _build(config, hidden, show)
+        if folder_name(config) != folder.name:
+            raise UserError(f"the corpus {_title(config.corpus)} was changed while it was read: start again")
         _take_the_place(hidden, folder)
     show(f"prepared data: {folder}")
     return open_prepared(folder)
+
+
+@contextmanager
+def _named(folder: Path) -> Iterator[None]:
+    # Writing to an open file that the disk has no room for raises an OSError that does not say which file.
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(folder)
+        raise
 
 
 def open_prepared(folder: Path) -> Prepared:
@@ -83,13 +104,18 @@ def open_prepared(folder: Path) -> Prepared:
     return Prepared(folder, tokenizer, train, validation, test, manifest)
 
 
+FILES = (TOKENIZER, *(f"{split}.tokens" for split in SPLITS))
+
+
 def _read_manifest(path: Path) -> dict[str, Any]:
     try:
         manifest = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
+    except (OSError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is missing or damaged") from error
-    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT or "files" not in manifest:
+    if not isinstance(manifest, dict) or manifest.get("format") != FORMAT:
         raise UserError(f"{path} is no manifest of format {FORMAT}")
+    if not isinstance(manifest.get("files"), dict) or set(manifest["files"]) != set(FILES):
+        raise UserError(f"{path} is damaged: it must have the hashes of {', '.join(FILES)}")
     return manifest
 
 
@@ -98,14 +124,19 @@ def _read_manifest(path: Path) -> dict[str, Any]:
 
 def folder_name(config: DataConfig) -> str:
     """Return the folder's name: corpus, vocabulary, and a hash of settings and text, so that edited text is seen."""
-    parts = [FORMAT, config.vocab_size, config.corpus.model_dump(), fingerprint(config.corpus)]
+    parts = [FORMAT, config.vocab_size, _described(config.corpus), fingerprint(config.corpus)]
     digest = hashlib.sha256(json.dumps(parts, sort_keys=True).encode()).hexdigest()[:12]
     return f"{_plain(_title(config.corpus))}-{config.vocab_size}-{digest}"
 
 
+def _described(corpus: CorpusConfig) -> dict[str, Any]:
+    settings = corpus.model_dump(mode="json", exclude={"streaming"})  # which changes how, not what is read
+    return settings | ({"paths": sorted(corpus.paths)} if isinstance(corpus, FilesConfig) else {})
+
+
 def _title(corpus: CorpusConfig) -> str:
     if isinstance(corpus, FilesConfig):
-        return Path(corpus.paths[0]).stem
+        return Path(min(corpus.paths)).stem
     return corpus.name if isinstance(corpus, HubConfig) else corpus.kind
 
 
@@ -119,97 +150,187 @@ def _plain(title: str) -> str:
 def _build(config: DataConfig, folder: Path, show: Show) -> None:
     counts = Counter[str]()
     show(f"preparing {_title(config.corpus)}, once; later runs find it")
-    splits = _read_and_split(config.corpus, counts, show)
-    train = (document.text for document in splits["train"].values())
-    tokenizer = Tokenizer.train(train, config.vocab_size, folder / TOKENIZER, counts)
-    tokens = {split: _write_split(folder, split, splits[split], tokenizer) for split in SPLITS}
-    show(", ".join(f"{split} {tokens[split]:,}" for split in SPLITS) + f" tokens of {tokenizer.vocab_size} kinds")
-    _write_manifest(folder, config, splits, tokens, counts, tokenizer)
+    spool = _sorted_documents(config.corpus, folder / "spool", counts, show)
+    tokenizer, sample = _train_tokenizer(spool, config.vocab_size, folder / TOKENIZER, counts, show)
+    written = _write_splits(folder, spool, tokenizer, config)
+    told = ", ".join(f"{split} {written[split].tokens:,}" for split in SPLITS)
+    show(f"{told} tokens of {tokenizer.vocab_size} kinds")
+    _tell_shortage(config.corpus, sum(each.tokens for each in written.values()), counts, show)
+    entries = {split: _split_entry(spool, split, written[split]) for split in SPLITS}
+    shutil.rmtree(folder / "spool")
+    _write_manifest(folder, config, entries, sample, counts, tokenizer)
     sync(folder)
 
 
-def _read_and_split(corpus: CorpusConfig, counts: Counter[str], show: Show) -> dict[str, Unique]:
-    documents = tqdm(read_documents(corpus, counts), desc="read", unit=" documents", disable=None, leave=False)
-    whole = unique(documents, counts)
-    if not whole:
+def _sorted_documents(corpus: CorpusConfig, folder: Path, counts: Counter[str], show: Show) -> Spool:
+    """Read the corpus, drop texts that stand twice, cut them where they are few; in the order of their hashes."""
+    folder.mkdir()
+    with _bar("read", text_size(corpus)) as bar:
+        spool = _spooled(read_documents(corpus, counts), folder / "documents", counts, DUPLICATES, bar.update)
+    if not spool.documents:
         raise UserError(f"the corpus {_title(corpus)} has no text ({_told(counts) or 'nothing was passed over'})")
-    splits = split_by_content(enough_documents(whole, counts))
-    held = ", ".join(f"{split} {len(splits[split])}" for split in SPLITS)
-    show(f"{len(whole)} documents, {sum(map(_bytes, splits.values())) / 1e6:.2f} MB; {held}")
+    whole = spool.documents
+    if whole < FEW_DOCUMENTS:
+        spool = _spooled(_cut_documents(spool, counts), folder / "pieces", counts, REPEATED_PIECES)
+    held = ", ".join(f"{split} {len(places)}" for split, places in spool.ranges().items())
+    show(f"{whole} documents, {sum(spool.bytes().values()) / 1e6:.2f} MB; {held}")
     if told := _told(counts):
         show(told)
-    return splits
+    return spool
+
+
+def _spooled(
+    found: Iterable[Document],
+    folder: Path,
+    counts: Counter[str],
+    repeated: str,
+    done: Callable[[int], object] = lambda _: None,
+) -> Spool:
+    with Writer(folder) as writer:
+        for document in found:
+            done(writer.add(document))
+    spool = Spool(folder)
+    counts[repeated] += writer.documents - spool.documents
+    return spool
+
+
+def _cut_documents(spool: Spool, counts: Counter[str]) -> Iterator[Document]:
+    """Cut documents into pieces, so that one file alone can be split three ways too."""
+    size = size_of_pieces(spool.characters)
+    for document in spool.read():
+        texts = list(pieces(document.text, size))
+        counts[CUT.format(size)] += len(texts) > 1
+        for number, text in enumerate(texts):
+            yield Document(f"{document.name}#{number}" if len(texts) > 1 else document.name, text)
 
 
 def _told(counts: Counter[str]) -> str:
     return "; ".join(f"{phrase}: {count}" for phrase, count in sorted(counts.items()) if count)
 
 
-def _bytes(documents: Unique) -> int:
-    return sum(len(document.text.encode()) for document in documents.values())
+def _bar(what: str, size: int | None) -> "tqdm[Any]":
+    # Shown at a terminal alone; bytes a second, and the time left where the size is known.
+    return tqdm(total=size, desc=what, unit="B", unit_scale=True, disable=None, leave=False)
 
 
-def _write_split(folder: Path, split: str, documents: Unique, tokenizer: Tokenizer) -> int:
-    texts = [document.text for document in documents.values()]
-    path = folder / f"{split}.tokens"
-    with tqdm(
-        total=sum(map(len, texts)), desc=f"encode {split}", unit=" characters", unit_scale=True, disable=None
-    ) as bar:
-        ids = _document_ids(tokenizer, texts, bar.update)
-        count = write_tokens(path, ids, tokenizer.vocab_size, tokenizer.digest)
-    return count
+class Sample(NamedTuple):
+    """What the tokenizer was trained on: the first documents of the training split."""
+
+    documents: int
+    bytes: int
 
 
-def _document_ids(tokenizer: Tokenizer, texts: Iterable[str], done: Callable[[int], object]) -> Iterator[np.ndarray]:
-    """Yield the ids of one document after the other, BOS before each: exactly one stands at every boundary."""
-    bos = np.array([tokenizer.bos], dtype=np.int32)
-    for batch in batches(texts, BATCH_CHARACTERS):
-        for ids in tokenizer.encode_batch(batch, THREADS):
-            yield np.concatenate([bos, ids])
-        done(sum(map(len, batch)))
+def _train_tokenizer(
+    spool: Spool, vocab_size: int, path: Path, counts: Counter[str], show: Show
+) -> tuple[Tokenizer, Sample]:
+    sizes = itertools.chain.from_iterable(portion.entries["text"].tolist() for portion in spool.split("train"))
+    ends = itertools.accumulate(sizes)
+    kept = [next(ends), *itertools.takewhile(lambda end: end < SAMPLE_BYTES, ends)]
+    sample = Sample(len(kept), kept[-1])
+    if spool.characters > SAMPLE_BYTES:
+        show(f"the tokenizer is trained on {sample.documents} documents of the training split")
+    texts = (document.text for document in documents(spool.folder, spool.split("train")))
+    return Tokenizer.train(itertools.islice(texts, sample.documents), vocab_size, path, counts), sample
 
 
-def batches(texts: Iterable[str], characters: int) -> Iterator[list[str]]:
-    """Group texts so that each group but the last has at least so many characters."""
-    batch, size = list[str](), 0
-    for text in texts:
-        batch.append(text)
-        size += len(text)
-        if size >= characters:
-            yield batch
-            batch, size = [], 0
-    if batch:
-        yield batch
+class Written(NamedTuple):
+    """What a token file holds."""
+
+    documents: int
+    bytes: int
+    tokens: int
+
+
+def _write_splits(folder: Path, spool: Spool, tokenizer: Tokenizer, config: DataConfig) -> dict[str, Written]:
+    sizes = spool.bytes()
+    limit = None if isinstance(config.corpus, StdlibConfig) else config.corpus.limit_tokens
+    most = {} if limit is None else shares(limit)
+    processes = process_count(config.processes, sum(sizes.values()))
+    with encoder(spool.folder, tokenizer, processes) as encode:
+        return {
+            split: _write_split(folder, split, spool, tokenizer, encode, sizes[split], most.get(split))
+            for split in SPLITS
+        }
+
+
+def _write_split(
+    folder: Path, split: str, spool: Spool, tokenizer: Tokenizer, encode: Encode, size: int, most: int | None
+) -> Written:
+    written = Written(0, 0, 0)
+    with _bar(f"encode {split}", size) as bar:
+
+        def ids() -> Iterator[np.ndarray]:
+            nonlocal written
+            for some in within(encode(cut(spool.split(split), PORTION_BYTES)), most):
+                tokens, done = int(some.lengths.sum()), int(some.bytes.sum())
+                written = Written(written.documents + len(some.lengths), written.bytes + done, written.tokens + tokens)
+                bar.update(done)
+                yield some.ids
+
+        write_tokens(folder / f"{split}.tokens", ids(), tokenizer.vocab_size, tokenizer.digest)
+    if not written.documents:
+        raise UserError(
+            f"data.corpus.limit_tokens leaves {most} to the {split} split, too few for a document: raise it"
+        )
+    return written
+
+
+def _tell_shortage(corpus: CorpusConfig, tokens: int, counts: Counter[str], show: Show) -> None:
+    if not isinstance(corpus, StdlibConfig) and corpus.limit_tokens and tokens < 0.9 * corpus.limit_tokens:
+        ended = "what was read before a limit ended it" if counts[REACHED] else "the corpus"
+        show(f"{ended} makes {tokens:,} tokens, fewer than data.corpus.limit_tokens {corpus.limit_tokens:,}")
+
+
+def within(encoded: Iterable[Encoded], most: int | None) -> Iterator[Encoded]:
+    """Yield documents up to the first that would make more than `most` tokens."""
+    tokens = 0
+    for some in encoded:
+        ends = tokens + np.cumsum(some.lengths)
+        tokens = int(ends[-1])
+        if most is not None and tokens > most:
+            kept = int(np.count_nonzero(ends <= most))
+            if kept:
+                yield Encoded(some.ids[: int(some.lengths[:kept].sum())], some.lengths[:kept], some.bytes[:kept])
+            return
+        yield some
 
 
 def _write_manifest(
     folder: Path,
     config: DataConfig,
-    splits: dict[str, Unique],
-    tokens: dict[str, int],
+    splits: dict[str, dict[str, Any]],
+    sample: Sample,
     counts: Counter[str],
     tokenizer: Tokenizer,
 ) -> None:
-    names = [TOKENIZER, *(f"{split}.tokens" for split in SPLITS)]
     manifest = {
         "format": FORMAT,
-        "corpus": config.corpus.model_dump(),
+        "corpus": _described(config.corpus),
         "vocab_size": tokenizer.vocab_size,
         "tokenizer": tokenizer.digest,
+        "tokenizer_sample": sample._asdict(),
         "versions": {"python": platform.python_version(), "sentencepiece": version("sentencepiece")},
         "counts": {phrase: count for phrase, count in sorted(counts.items()) if count},
-        "splits": {split: _split_entry(splits[split], tokens[split]) for split in SPLITS},
-        "files": {name: file_digest(folder / name) for name in names},
+        "splits": splits,
+        "files": {name: file_digest(folder / name) for name in FILES},
     }
     path = folder / MANIFEST
     path.write_text(json.dumps(manifest, indent=1), encoding="utf-8")
-    for name in (*names, MANIFEST):
+    for name in (*FILES, MANIFEST):
         sync(folder / name)
 
 
-def _split_entry(documents: Unique, tokens: int) -> dict[str, Any]:
-    listed = {key: document.name for key, document in documents.items()}
-    return {"documents": len(documents), "bytes": _bytes(documents), "tokens": tokens, "listed": listed}
+def _split_entry(spool: Spool, split: str, written: Written) -> dict[str, Any]:
+    """Return what the manifest says of a split: its size, a hash of all its documents, and the names of the first."""
+    digest, listed, left = hashlib.sha256(), dict[str, str](), written.documents
+    for portion in spool.split(split):
+        some = portion.entries[:left]
+        left -= len(some)
+        digest.update(some["key"].tobytes())
+        named = some[: LISTED - len(listed)]
+        names = (document.name for document in documents(spool.folder, [portion._replace(entries=named)]))
+        listed.update(zip(map(key_of, named), names, strict=True))
+    return {**written._asdict(), "sha256": digest.hexdigest(), "listed": listed}
 
 
 # --- Whole or not at all ---------------------------------------------------------------------------------------------
@@ -227,7 +348,7 @@ def _take_the_place(hidden: Path, folder: Path) -> None:
             return sync(folder.parent)
         if _is_whole(folder):
             return None
-        _remove(folder)
+        put_aside(folder)
 
 
 def _is_whole(folder: Path) -> bool:
@@ -236,14 +357,6 @@ def _is_whole(folder: Path) -> bool:
     except UserError:
         return False
     return True
-
-
-def _remove(folder: Path) -> None:
-    # Renamed first: a folder that is being removed must not be met half empty. Another process may have done it.
-    aside = folder.with_name(f".{folder.name}.{uuid.uuid4().hex[:8]}.old")
-    with contextlib.suppress(FileNotFoundError):
-        folder.rename(aside)
-    shutil.rmtree(aside, ignore_errors=True)
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -1,10 +1,7 @@
 """Which document goes into training, validation or test: decided by its content alone."""
 
-import hashlib
-from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 
-from data.corpus import Document
 from model.errors import UserError
 
 SPLITS = ("train", "validation", "test")
@@ -12,46 +9,6 @@ HELD_OUT = 0.05
 # Below this number of documents a twentieth of them is too few to measure anything on, so they are cut into pieces.
 FEW_DOCUMENTS = 100
 SHORTEST_PIECE = 1024
-
-DUPLICATES = "duplicates dropped"
-CUT = "documents cut into pieces of {} characters or up to twice that"
-REPEATED_PIECES = "repeated pieces dropped"
-
-Unique = dict[str, Document]
-"""Documents by the SHA-256 of their content."""
-
-
-def content_hash(text: str) -> str:
-    """Return the SHA-256 of a text."""
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def unique(documents: Iterable[Document], counts: Counter[str], phrase: str = DUPLICATES) -> Unique:
-    """Keep the first document of each content, and count the others under `phrase`."""
-    found: Unique = {}
-    for document in documents:
-        key = content_hash(document.text)
-        counts[phrase] += key in found
-        found.setdefault(key, document)
-    return found
-
-
-def enough_documents(documents: Unique, counts: Counter[str]) -> Unique:
-    """Cut documents into pieces where they are few, so that one file alone can be split three ways too.
-
-    A piece has about a hundredth of the whole text, at least 1024 characters, and ends where a line ends.
-    """
-    if len(documents) >= FEW_DOCUMENTS:
-        return documents
-    size = max(SHORTEST_PIECE, sum(len(document.text) for document in documents.values()) // FEW_DOCUMENTS)
-    cut = {key: list(pieces(document.text, size)) for key, document in documents.items()}
-    counts[CUT.format(size)] += sum(len(texts) > 1 for texts in cut.values())
-    named = (
-        Document(f"{documents[key].name}#{number}" if len(texts) > 1 else documents[key].name, text)
-        for key, texts in cut.items()
-        for number, text in enumerate(texts)
-    )
-    return unique(named, counts, REPEATED_PIECES)
 
 
 def pieces(text: str, size: int) -> Iterator[str]:
@@ -67,27 +24,34 @@ def _cut_after(mark: str, text: str, end: int, reach: int) -> int:
     return text.find(mark, end - 1, end + reach) + 1  # 0: there is none within reach
 
 
-def split_by_content(documents: Unique) -> dict[str, Unique]:
-    """Split documents 90/5/5 by the size of their hash, at least one each: the order they come in changes nothing.
+def size_of_pieces(characters: int) -> int:
+    """Return how long the pieces of a few documents are: a hundredth of their text, and at least 1024 characters."""
+    return max(SHORTEST_PIECE, characters // FEW_DOCUMENTS)
 
-    A document stays in its split when others are added, so a model never trains on what an earlier one was tested on.
-    UserError: there are fewer than three.
+
+def ranges(documents: int, below_once: int, below_twice: int) -> dict[str, range]:
+    """Return which places in the order of hashes each split holds: test first, then validation, then train.
+
+    `below_once` and `below_twice` count the documents whose hash lies in the first 5 and 10 % of all hashes. So splits
+    are 90/5/5, at least one document each, and a document stays in its split when others are added: a model never
+    trains on what an earlier one was tested on.
+    UserError: there are fewer than three documents.
     """
-    if len(documents) < len(SPLITS):
+    if documents < len(SPLITS):
         raise UserError(
-            f"the corpus has {len(documents)} different documents or pieces, and train, validation and test need "
+            f"the corpus has {documents} different documents or pieces, and train, validation and test need "
             "one each: bring more text"
         )
-    order = sorted(documents)
-    test = _between(1, sum(_share(key) < HELD_OUT for key in order), len(order) - 2)
-    validation = _between(1, sum(_share(key) < 2 * HELD_OUT for key in order) - test, len(order) - test - 1)
-    parts = order[test + validation :], order[test : test + validation], order[:test]
-    return {name: {key: documents[key] for key in keys} for name, keys in zip(SPLITS, parts, strict=True)}
+    test = _between(1, below_once, documents - 2)
+    held_out = test + _between(1, below_twice - test, documents - test - 1)
+    return {"train": range(held_out, documents), "validation": range(test, held_out), "test": range(test)}
 
 
 def _between(least: int, value: int, most: int) -> int:
     return max(least, min(value, most))
 
 
-def _share(key: str) -> float:
-    return int(key[:13], 16) / 16**13
+def shares(tokens: int) -> dict[str, int]:
+    """Share a number of tokens out over the splits, 90/5/5."""
+    held_out = int(tokens * HELD_OUT)
+    return {"train": tokens - 2 * held_out, "validation": held_out, "test": held_out}

@@ -29,6 +29,10 @@ SPACE_MARK = "\u2581"
 _SPLIT_BEFORE_TRAINING = re.compile("[\u2581\u2585]")
 # The trainer drops lines of more bytes than its limit with no more than a log line; no character has over 4 bytes.
 LONGEST_LINE = 4192
+# A piece has spaces only before its letters, and no line end, since the trainer sees lines and splits them at spaces.
+# So a text cut at such a place has the ids of the whole; and the library is slower the longer a text is.
+_SEAM = re.compile(rb"(?<=\n)|(?<=[^ ])(?= )")
+STRETCH = 4096
 _LONGEST_CHUNK = LONGEST_LINE // 4
 CUT_LINES = f"lines of over {LONGEST_LINE} bytes cut to train the tokenizer"
 
@@ -43,6 +47,7 @@ class Tokenizer:
         self._processor = _processor(model_bytes, source)
         self.vocab_size = int(self._processor.get_piece_size())
         self._bytes = [_bytes_of(self._processor, index) for index in range(self.vocab_size)]
+        self._has_seams = not any(0 < seam.start() < len(of) for of in self._bytes for seam in _SEAM.finditer(of))
         self._mark = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         if self.decode(self.encode(_PROBE)) != _PROBE or self._processor.bos_id() != BOS:
             raise UserError(f"{source} is a SentencePiece model, but not one that gives text back byte for byte")
@@ -95,15 +100,19 @@ class Tokenizer:
 
     def encode_batch(self, texts: Sequence[str], threads: int = 1) -> list[np.ndarray]:
         """Return the ids (int32) of each text; how many threads share the work changes nothing in them."""
-        parts = [_utf8(text).split(SPACE_MARK.encode()) for text in texts]
+        cut = [stretches(_utf8(text), STRETCH) if self._has_seams else [_utf8(text)] for text in texts]
+        encoded = iter(self._encode([stretch for some in cut for stretch in some], threads))
+        return [_one([next(encoded) for _ in some]) for some in cut]
+
+    def _encode(self, texts: list[bytes], threads: int) -> list[np.ndarray]:
+        parts = [text.split(SPACE_MARK.encode()) for text in texts]
         flat = [part for some in parts for part in some]
         encoded = iter(self._processor.encode(flat, num_threads=threads, return_type="numpy"))
         return [self._joined([next(encoded) for _ in some]) for some in parts]
 
     def _joined(self, parts: list[np.ndarray]) -> np.ndarray:
         between = np.array(self._mark, dtype=np.int32)
-        pieces = [piece for part in parts for piece in (between, part)][1:]
-        return np.concatenate(pieces)
+        return _one([piece for part in parts for piece in (between, part)][1:])
 
     def decode(self, ids: Iterable[int]) -> str:
         """Return the text of ids; bytes that are no UTF-8 become U+FFFD, control symbols nothing."""
@@ -139,6 +148,19 @@ class StreamDecoder:
     def flush(self) -> str:
         """Return what was held back; an unfinished character becomes U+FFFD."""
         return self._decoder.decode(b"", final=True)
+
+
+def stretches(text: bytes, size: int) -> list[bytes]:
+    """Cut UTF-8 at the first seam after each `size` bytes: after a line end, or before the space that ends a word."""
+    found, start = list[bytes](), 0
+    while start + size < len(text) and (seam := _SEAM.search(text, start + size)):
+        found.append(text[start : seam.start()])
+        start = seam.start()
+    return [*found, text[start:]]
+
+
+def _one(parts: list[np.ndarray]) -> np.ndarray:
+    return parts[0] if len(parts) == 1 else np.concatenate(parts)
 
 
 def _checked(index: int) -> int:

@@ -250,7 +250,7 @@ def test_the_text_column_is_found_or_given(rows: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "fields", "message"),
     [
-        ("two", {}, "has no column `text`: .* one of question, answer"),
+        ("two", {}, "has no column text or content or story: .* one of question, answer"),
         ("rows", {"text_column": "n"}, "has no column 'n' of strings: .* one of text, other"),
         ("rows", {"split": "nosuch"}, "split 'nosuch'.*train"),
         ("rows", {"subset": "nosuch"}, "subset nosuch.*default"),

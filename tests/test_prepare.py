@@ -7,7 +7,7 @@ import random
 import shutil
 import subprocess
 import sys
-from collections import Counter
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -18,8 +18,9 @@ from hypothesis import strategies as st
 from data import prepare as prepare_module
 from data.config import DataConfig, FilesConfig
 from data.corpus import Document
-from data.prepare import Prepared, batches, open_prepared, prepare
-from data.split import CUT, SPLITS, Unique, enough_documents, pieces, split_by_content, unique
+from data.prepare import CUT, Prepared, open_prepared, prepare
+from data.split import SPLITS, pieces, ranges
+from data.spool import Spool, Writer, cut, documents
 from data.token_file import HEADER, open_tokens, write_tokens
 from data.tokenizer import Tokenizer
 from model.errors import UserError
@@ -118,61 +119,102 @@ def test_ids_of_another_tokenizer_are_refused(tmp_path: Path) -> None:
 # --- Splits ----------------------------------------------------------------------------------------------------------
 
 
-def documents_of(texts: list[str]) -> Unique:
-    return unique([Document(f"{index}", text) for index, text in enumerate(texts)], Counter())
+def spooled(texts: list[str]) -> Spool:
+    """Write texts to a spool below a folder of its own and open it; the folder goes when the test run ends."""
+    folder = Path(tempfile.mkdtemp(dir=SCRATCH.name)) / "spool"
+    with Writer(folder) as writer:
+        for index, text in enumerate(texts):
+            writer.add(Document(f"{index}", text))
+    return Spool(folder)
 
 
-def texts_of(splits: dict[str, Unique]) -> dict[str, list[str]]:
-    return {name: [document.text for document in documents.values()] for name, documents in splits.items()}
+SCRATCH = tempfile.TemporaryDirectory()
 
 
-@settings(deadline=None)
+def texts_of(spool: Spool) -> dict[str, list[str]]:
+    return {name: [each.text for each in documents(spool.folder, spool.split(name))] for name in SPLITS}
+
+
+@settings(deadline=None, max_examples=30)
 @given(st.lists(st.text("abcde", max_size=4), min_size=60, max_size=150), st.randoms())
 def test_a_document_never_falls_into_two_splits_and_order_changes_nothing(
     texts: list[str], draw: random.Random
 ) -> None:
-    counts: Counter[str] = Counter()
-    documents = unique([Document("", text) for text in texts], counts)
-    assert counts["duplicates dropped"] == len(texts) - len(set(texts))
-    if len(documents) < 3:
+    spool = spooled(texts)
+    assert spool.documents == len(set(texts))
+    if spool.documents < 3:
         return
-    splits = texts_of(split_by_content(documents))
+    splits = texts_of(spool)
     everything = [text for some in splits.values() for text in some]
     assert sorted(everything) == sorted(set(texts))
     assert all(splits.values())
     draw.shuffle(texts)
-    assert texts_of(split_by_content(documents_of(texts))) == splits
+    assert texts_of(spooled(texts)) == splits
+
+
+def test_documents_come_in_the_order_of_their_hashes_and_the_first_of_equal_ones_stays() -> None:
+    texts = [str(index % 500) for index in range(1000)]
+    found = list(spooled(texts).read())
+    assert [each.text for each in found] == sorted(set(texts), key=lambda text: hashlib.sha256(text.encode()).digest())
+    assert all(each.name == each.text for each in found)
+
+
+@settings(deadline=None, max_examples=30)
+@given(st.lists(st.text(st.characters(exclude_categories=["Cs"])), min_size=3, max_size=20, unique=True))
+def test_texts_and_names_come_back_from_the_disk_as_they_were(texts: list[str]) -> None:
+    with Writer(folder := Path(tempfile.mkdtemp(dir=SCRATCH.name)) / "spool") as writer:
+        for text in texts:
+            writer.add(Document(f"{text}\udcff", text))
+    found = list(Spool(folder).read())
+    assert sorted(each.text for each in found) == sorted(texts)
+    assert all(each.name == f"{each.text}\udcff" for each in found)
+
+
+def test_portions_are_cut_by_bytes_and_lose_no_document() -> None:
+    spool = spooled([f"{index}" * (index % 50 + 1) for index in range(3000)])
+    portions = list(cut(spool.split("train"), 1000))
+    assert [each.text for each in documents(spool.folder, portions)] == texts_of(spool)["train"]
+    sizes = [int(portion.entries["text"].sum()) for portion in portions]
+    assert max(sizes) < 1000 + 200
+    assert len(sizes) > 50
+
+
+def test_half_a_surrogate_pair_in_a_document_is_told_with_its_name() -> None:
+    with pytest.raises(UserError, match=r"^0: character 1 \(U\+D83C\)"):
+        spooled(["a\ud83c"])
 
 
 def test_the_shares_are_ninety_five_and_five_in_a_hundred() -> None:
-    splits = split_by_content(documents_of([str(index) for index in range(10_000)]))
-    shares = {name: len(documents) / 10_000 for name, documents in splits.items()}
-    assert shares == pytest.approx({"train": 0.9, "validation": 0.05, "test": 0.05}, abs=0.01)
+    splits = spooled([str(index) for index in range(10_000)]).ranges()
+    found = {name: len(places) / 10_000 for name, places in splits.items()}
+    assert found == pytest.approx({"train": 0.9, "validation": 0.05, "test": 0.05}, abs=0.01)
 
 
 def test_a_document_stays_in_its_split_when_others_are_added() -> None:
-    few = split_by_content(documents_of([str(index) for index in range(500)]))
-    many = split_by_content(documents_of([str(index) for index in range(5000)]))
+    few = texts_of(spooled([str(index) for index in range(500)]))
+    many = texts_of(spooled([str(index) for index in range(5000)]))
     assert all(set(few[name]) <= set(many[name]) for name in SPLITS)
 
 
 def test_the_splits_of_known_texts_stay_what_they_are() -> None:
     # Pinned: elsewhere, and next year, the same texts must be held out.
-    splits = texts_of(split_by_content(documents_of([str(index) for index in range(100)])))
+    splits = texts_of(spooled([str(index) for index in range(100)]))
     assert (splits["validation"], splits["test"]) == (["49", "65", "9"], ["55", "51", "39"])
 
 
 @pytest.mark.parametrize("count", range(3, 30))
 def test_however_few_the_documents_each_split_gets_one(count: int) -> None:
-    for offset in range(20):
-        splits = split_by_content(documents_of([f"{offset} {index}" for index in range(count)]))
-        assert all(splits.values())
+    for below_once in range(count + 1):
+        for below_twice in range(below_once, count + 1):
+            places = ranges(count, below_once, below_twice)
+            assert all(places.values())
+            assert sorted(place for some in places.values() for place in some) == list(range(count))
 
 
 @pytest.mark.parametrize("count", [0, 1, 2])
 def test_fewer_than_three_different_documents_are_refused(count: int) -> None:
     with pytest.raises(UserError, match=f"has {count} different documents"):
-        split_by_content(documents_of([str(index) for index in range(count)]))
+        ranges(count, 0, 0)
 
 
 @settings(deadline=None)
@@ -186,20 +228,18 @@ def test_pieces_are_the_text_and_end_at_line_ends(text: str, size: int) -> None:
         assert piece.endswith(("\n", " ")) or len(piece) == size
 
 
-def test_few_documents_are_cut_and_many_are_not() -> None:
-    counts: Counter[str] = Counter()
-    one = enough_documents(documents_of([some_text(0, 2000)]), counts)
-    assert 90 <= len(one) <= 100
-    assert counts[CUT.format(len(some_text(0, 2000)) // 100)] == 1
-    assert [document.name for document in one.values()][:2] == ["0#0", "0#1"]
-    many = documents_of([some_text(index) for index in range(100)])
-    assert enough_documents(many, counts) == many
-
-
-def test_pieces_that_repeat_are_dropped_and_counted() -> None:
-    counts: Counter[str] = Counter()
-    assert len(enough_documents(documents_of(["the same line\n" * 10_000]), counts)) < 3
-    assert counts["repeated pieces dropped"] > 90
+def test_few_documents_are_cut_and_many_are_not(tmp_path: Path) -> None:
+    (tmp_path / "one.txt").write_text(some_text(0, 2000))
+    one = prepare(config_of(tmp_path / "one.txt", tmp_path / "prepared"), quiet).manifest
+    names = [name for split in SPLITS for name in one["splits"][split]["listed"].values()]
+    assert 90 <= len(names) <= 100
+    assert {f"{tmp_path}/one.txt#0", f"{tmp_path}/one.txt#1"} <= set(names)
+    assert one["counts"][CUT.format(len(some_text(0, 2000)) // 100)] == 1
+    for count, cut_up in ((99, True), (100, False)):
+        texts = write_corpus(tmp_path / str(count), count)
+        (texts / "000.txt").write_text(some_text(0, 200))
+        counts = prepare(config_of(texts, tmp_path / "prepared"), quiet).manifest["counts"]
+        assert any("cut into pieces" in phrase for phrase in counts) == cut_up
 
 
 # --- The whole way ---------------------------------------------------------------------------------------------------
@@ -214,10 +254,10 @@ def test_the_token_files_hold_each_document_once_after_one_bos(corpus: Path, pre
         assert starts[0] == 0
         assert not np.isin(ids, [0, prepared.tokenizer.eos]).any()
         ends = [*starts[1:], len(ids)]
-        documents = [prepared.tokenizer.decode(ids[a + 1 : b]) for a, b in zip(starts, ends, strict=True)]
-        assert prepared.manifest["splits"][split]["documents"] == len(documents)
-        assert len(ids) == len(documents) + sum(len(prepared.tokenizer.encode(text)) for text in documents)
-        found += documents
+        held = [prepared.tokenizer.decode(ids[a + 1 : b]) for a, b in zip(starts, ends, strict=True)]
+        assert prepared.manifest["splits"][split]["documents"] == len(held)
+        assert len(ids) == len(held) + sum(len(prepared.tokenizer.encode(text)) for text in held)
+        found += held
     assert sorted(found) == texts
 
 
@@ -244,8 +284,7 @@ def test_the_tokenizer_sees_the_training_split_alone(prepared: Prepared) -> None
 def test_prepared_again_or_elsewhere_it_is_the_same_to_the_byte(
     tmp_path: Path, corpus: Path, prepared: Prepared, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prepare_module, "THREADS", 1)
-    monkeypatch.setattr(prepare_module, "BATCH_CHARACTERS", 777)
+    monkeypatch.setattr(prepare_module, "PORTION_BYTES", 777)
     other = prepare(config_of(corpus, tmp_path / "elsewhere"), quiet)
     assert other.name == prepared.name
     names = sorted(path.name for path in other.folder.iterdir())
@@ -338,7 +377,9 @@ def test_damaged_data_is_named_and_prepared_anew(
     assert [left.name for left in tmp_path.iterdir()] == [folder.name]
 
 
-@pytest.mark.parametrize("stage", ["_write_split", "_write_manifest", "_take_the_place"])
+@pytest.mark.parametrize(
+    "stage", ["_sorted_documents", "_train_tokenizer", "_write_split", "_write_manifest", "_take_the_place"]
+)
 @pytest.mark.parametrize("error", [KeyboardInterrupt, OSError])
 def test_a_preparation_that_stops_leaves_nothing_behind(
     tmp_path: Path, corpus: Path, monkeypatch: pytest.MonkeyPatch, stage: str, error: type[BaseException]
@@ -377,14 +418,6 @@ def test_preparations_at_once_do_not_spoil_each_other(tmp_path: Path, corpus: Pa
         lengths = pool.starmap(prepare_there, [(corpus, tmp_path)] * 3)
     assert lengths == [len(prepared.train)] * 3
     assert [path.name for path in tmp_path.iterdir()] == [prepared.name]
-
-
-@settings(deadline=None, max_examples=50)
-@given(st.lists(st.text(max_size=9)), st.integers(1, 20))
-def test_batches_are_the_texts_in_order(texts: list[str], size: int) -> None:
-    groups = list(batches(texts, size))
-    assert [text for group in groups for text in group] == texts
-    assert all(sum(map(len, group)) >= size for group in groups[:-1])
 
 
 # --- The command -----------------------------------------------------------------------------------------------------
