@@ -1,5 +1,6 @@
 """Attention: what a token may see, how much it looks at each, and where position enters the scores."""
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 import torch
@@ -17,8 +18,8 @@ class Signal(NamedTuple):
     """What one forward pass tells every layer about positions, computed once.
 
     `is_causal` says that the queries are exactly the keys and stand at positions 0 .. T-1, so that a kernel may use a
-    causal mask of its own. A layer that the scheme does not apply to gets no rotation and no bias. `mask` is
-    visibility and bias in the form that the fused kernel reads.
+    causal mask of its own. A layer that the scheme does not apply to gets no rotation and no bias. `kernel` is the way
+    that computes attention, and `mask` is visibility and bias in the form that the fused one reads.
     """
 
     q_positions: Tensor  # (1 or B, T)
@@ -28,6 +29,7 @@ class Signal(NamedTuple):
     rotation: Rotation | None = None
     bias: Tensor | None = None  # (1 or B, H, T, S)
     mask: Tensor | None = None  # (1 or B, 1 or H, T, S)
+    kernel: Callable[..., Tensor] | None = None
 
 
 def visible(q_positions: Tensor, k_positions: Tensor) -> Tensor:
@@ -100,6 +102,44 @@ def attend_fused(q: Tensor, k: Tensor, v: Tensor, signal: Signal, dropout: float
     )
 
 
+def attend_in_blocks(q: Tensor, k: Tensor, v: Tensor, signal: Signal, dropout: float = 0.0) -> Tensor:
+    """Return what `attend_reference` returns, for a causal signal: four blocks of queries, each with the keys up to it.
+
+    Three eighths of the scores are never computed, because nobody sees them. Products are rounded to the precision of
+    the queries, which the definition's are not; bias, mask and softmax are computed in float32.
+    """
+    size = max(SMALLEST_BLOCK, -(-q.shape[2] // 4))
+    ends = range(size, q.shape[2] + size, size)
+    return torch.cat([_attend_block(q, k, v, signal, dropout, end - size, end) for end in ends], dim=2)
+
+
+def _attend_block(q: Tensor, k: Tensor, v: Tensor, signal: Signal, dropout: float, begin: int, end: int) -> Tensor:
+    q, k, v = q[:, :, begin:end], k[:, :, :end], v[:, :, :end]
+    groups = q.unflatten(1, (k.shape[1], -1)).flatten(2, 3)  # B H T D -> B G (H/G T) D
+    wide = torch.promote_types(q.dtype, torch.float32)
+    scores = (groups @ k.mT).view(*q.shape[:3], -1).to(wide) / q.shape[-1] ** 0.5
+    if signal.bias is not None:
+        scores = scores + signal.bias[:, :, begin:end, :end]
+    unseen = ~visible(signal.q_positions[:, begin:end], signal.k_positions[:, :end])
+    weights = F.dropout(scores.masked_fill(unseen, float("-inf")).softmax(dim=-1), dropout).to(v.dtype)
+    return (weights.view(*groups.shape[:3], -1) @ v).view_as(q)
+
+
+SMALLEST_BLOCK = 64  # queries: below it, small matrix products cost more than the scores that they save
+
+
+def with_kernel(signal: Signal, dtype: torch.dtype, device: torch.device) -> Signal:
+    """Choose how attention is computed, for queries of this dtype: the one place where a fast path is picked.
+
+    On a CPU the fused kernel is slow with a bias, above all where the bias learns, and in bfloat16; compiled, the
+    blocks are faster there. Elsewhere it is the fused kernel.
+    """
+    compiled_bf16 = dtype == torch.bfloat16 and torch.compiler.is_compiling()
+    if device.type == "cpu" and signal.is_causal and (signal.bias is not None or compiled_bf16):
+        return signal._replace(kernel=attend_in_blocks)
+    return with_mask(signal, dtype)._replace(kernel=attend_fused)
+
+
 class Attention(nn.Module):
     """Causal self-attention with grouped queries; queries and keys turn after their projection."""
 
@@ -134,10 +174,11 @@ class Attention(nn.Module):
         return self.o_proj(mixed.transpose(1, 2).flatten(-2))  # B H T D -> B T C
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, signal: Signal, position: PositionScheme) -> Tensor:
-        """Choose the kernel: the one place where a fast path is picked."""
+        """Mix the values, by the signal's kernel, or by the definition where the scheme reads content."""
         # Functional attention drops whatever the module's mode is, so the mode is asked here.
         dropout = self.dropout if self.training else 0.0
         if position.reads_content and position.applies_to(self.layer):
             scores = position.scores(q, attention_scores(q, k), self.layer, signal)
             return weigh_values(scores, v, signal, dropout).to(q.dtype)
-        return attend_fused(q, k, v, signal, dropout)
+        assert signal.kernel is not None, "with_kernel comes before the first layer"
+        return signal.kernel(q, k, v, signal, dropout)

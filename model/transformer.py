@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from model.attention import Attention, Signal, with_mask
+from model.attention import Attention, Signal, with_kernel
 from model.cache import Cache, LayerCache
 from model.config import ModelConfig
 from model.errors import UserError
@@ -88,7 +88,8 @@ class Transformer(nn.Module):
         """Run token vectors (B, T, C) through all blocks and the last norm."""
         device = x.device.type
         dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-        signal, silent = with_mask(signal, dtype), with_mask(signal._replace(rotation=None, bias=None), dtype)
+        silent = with_kernel(signal._replace(rotation=None, bias=None), dtype, x.device)
+        signal = with_kernel(signal, dtype, x.device)
         x = self.dropout(x)
         for layer, block in enumerate(self.layers):
             acts = self.position.applies_to(layer)

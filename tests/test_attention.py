@@ -5,11 +5,26 @@ import math
 import pytest
 import torch
 
-from model.attention import Signal, attend_fused, attend_reference, attention_scores, visible, with_mask
+from model.attention import (
+    Signal,
+    attend_fused,
+    attend_in_blocks,
+    attend_reference,
+    attention_scores,
+    visible,
+    with_kernel,
+    with_mask,
+)
 from tests.conftest import loud_model, random_tokens, tiny_config
 
 EXACT = {"rtol": 0.0, "atol": 1e-12}
 generator = torch.Generator().manual_seed(0)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Blocks as small as the tensors of a test."""
+    monkeypatch.setattr("model.attention.SMALLEST_BLOCK", 2)
 
 
 def random_qkv(rows=2, heads=6, kv_heads=2, queries=5, keys=9, width=4, dtype=torch.float64):
@@ -77,19 +92,66 @@ def test_the_kernels_own_causal_mask_equals_the_definition():
     torch.testing.assert_close(fused, attend_reference(q, k, v, signal_for(positions, positions)), **EXACT)
 
 
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 2e-6), (torch.bfloat16, 0.02)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float64, 1e-13), (torch.float32, 2e-6), (torch.bfloat16, 0.02)]
+)
 @pytest.mark.parametrize("with_bias", [False, True])
-def test_the_fused_path_has_the_values_and_gradients_of_the_definition(dtype, tolerance, with_bias):
-    positions = torch.arange(9)[None]
-    inputs = [x.to(dtype).requires_grad_() for x in random_qkv(queries=9)]
-    bias = torch.randn(1, 6, 9, 9, generator=generator).requires_grad_() if with_bias else None
+@pytest.mark.parametrize(("fast", "length"), [(attend_fused, 9), (attend_in_blocks, 9), (attend_in_blocks, 16)])
+def test_a_fast_path_has_the_values_and_gradients_of_the_definition(dtype, tolerance, with_bias, fast, length, small):
+    positions = torch.arange(length)[None]
+    inputs = [x.to(dtype).requires_grad_() for x in random_qkv(queries=length, keys=length)]
+    bias = torch.randn(1, 6, length, length, generator=generator).to(torch.promote_types(dtype, torch.float32))
+    bias = bias.requires_grad_() if with_bias else None
     found = []
-    for attend in (attend_fused, attend_reference):
+    for attend in (fast, attend_reference):
         out = attend(*inputs, signal_for(positions, positions, bias, is_causal=True, dtype=dtype))
         leaves = [*inputs, bias] if with_bias else inputs
         found.append((out, *torch.autograd.grad(out.float().square().sum(), leaves)))
-    for fused, exact in zip(*found, strict=True):
-        assert (fused - exact).abs().max() <= tolerance * exact.abs().max()
+    for got, exact in zip(*found, strict=True):
+        assert (got - exact).abs().max() <= tolerance * exact.abs().max()
+
+
+def test_scores_that_nobody_sees_are_not_computed_in_blocks(small, monkeypatch):
+    computed = []
+    softmax = torch.Tensor.softmax
+    monkeypatch.setattr(torch.Tensor, "softmax", lambda x, dim: computed.append(x.shape[-2:]) or softmax(x, dim))
+    q, k, v = random_qkv(queries=16, keys=16)
+    positions = torch.arange(16)[None]
+    attend_in_blocks(q, k, v, signal_for(positions, positions, is_causal=True))
+    assert computed == [(4, 4), (4, 8), (4, 12), (4, 16)]
+
+
+def test_dropout_in_blocks_drops_the_share_it_should_and_keeps_the_mean(small):
+    torch.manual_seed(0)
+    q, k, _ = random_qkv(rows=8, queries=64, keys=64)
+    v = torch.ones(8, 2, 64, 4, dtype=torch.float64)
+    positions = torch.arange(64)[None]
+    out = attend_in_blocks(q, k, v, signal_for(positions, positions, is_causal=True), dropout=0.25)
+    assert (out[:, :, 0, 0] == 0).double().mean() == pytest.approx(0.25, abs=0.13)  # the only weight, dropped
+    assert out.mean() == pytest.approx(1.0, abs=0.02)
+
+
+@pytest.mark.parametrize(
+    ("device", "dtype", "has_bias", "is_causal", "compiled", "kernel"),
+    [
+        ("cpu", torch.float32, False, True, False, attend_fused),
+        ("cpu", torch.float32, False, True, True, attend_fused),
+        ("cpu", torch.bfloat16, False, True, False, attend_fused),
+        ("cpu", torch.bfloat16, False, True, True, attend_in_blocks),
+        ("cpu", torch.float32, True, True, False, attend_in_blocks),
+        ("cpu", torch.float32, True, False, False, attend_fused),
+        ("cuda", torch.bfloat16, False, True, True, attend_fused),
+        ("cuda", torch.bfloat16, True, True, True, attend_fused),
+    ],
+)
+def test_a_kernel_is_chosen_by_device_precision_bias_and_compiling(
+    device, dtype, has_bias, is_causal, compiled, kernel, monkeypatch
+):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: compiled)
+    positions = torch.arange(9)[None]
+    bias = torch.zeros(1, 6, 9, 9) if has_bias else None
+    signal = Signal(positions, positions, is_causal, 9, bias=bias)
+    assert with_kernel(signal, dtype, torch.device(device)).kernel is kernel
 
 
 @pytest.mark.parametrize("attend", [attend_reference, attend_fused])

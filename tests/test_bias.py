@@ -253,16 +253,18 @@ def test_a_bias_in_a_bfloat16_model_keeps_the_precision_of_float32(name):
 
 
 @pytest.mark.parametrize("name", BIASES)
-def test_all_layers_are_given_the_same_mask(name, monkeypatch):
-    """So a bias costs one (B, H, T, S) tensor a forward, not one a layer."""
-    masks, attend = [], Attention.attend
+@pytest.mark.parametrize("part", ["bias", "mask"])
+def test_all_layers_are_given_the_same_bias_and_mask(name, part, monkeypatch):
+    """So a bias costs one (B, H, T, S) tensor a forward, not one a layer; the mask is that of a fused kernel."""
+    seen, attend = [], Attention.attend
 
     def watched(self, q, k, v, signal, position):
-        masks.append(signal.mask)
+        seen.append(getattr(signal, part))
         return attend(self, q, k, v, signal, position)
 
     monkeypatch.setattr(Attention, "attend", watched)
-    loud_model(tiny_config(BIASES[name]))(random_tokens(1, 20))
-    assert len(masks) == 3
-    assert masks[0].shape == (1, HEADS, 20, 20)
-    assert all(mask is masks[0] for mask in masks)
+    positions = torch.arange(20)[None] if part == "mask" else None
+    loud_model(tiny_config(BIASES[name]))(random_tokens(1, 20), positions)
+    assert len(seen) == 3
+    assert seen[0].shape == (1, HEADS, 20, 20)
+    assert all(other is seen[0] for other in seen)

@@ -330,7 +330,7 @@ def test_a_value_means_what_it_looks_like(text, path, value, tmp_path):
         ("optimizer: {lr: .inf}", "optimizer.lr: inf is refused; it must be a finite number"),
         ("optimizer: {lr: 1e999}", "optimizer.lr: inf is refused"),
         ("optimizer: {betas: [0.9]}", "optimizer.betas: [0.9] is refused; it must be a list of 2"),
-        ("training: {compile: yes}", "training.compile: 'yes' is refused; it must be off or on"),
+        ("training: {compile: yes}", "training.compile: 'yes' is refused; it must be auto or off or on"),
         ("training: {max_minutes: 3:30}", "training.max_minutes: '3:30' is refused"),
         ("training: {sample_prompt: 5}", "training.sample_prompt: 5 is refused; it must be text"),
         ("training: {batch_size: 4, micro_batch_size: 8}", "training.micro_batch_size 8 is larger than batch_size 4"),

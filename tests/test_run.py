@@ -30,7 +30,7 @@ def run(folder, settings, resume=False, overwrite=False, **training):
 
 def killed_at(step, monkeypatch, folder, settings, **training):
     """Start a run and let it die in the middle of a step, with no chance to save."""
-    real = Trainer.step
+    real = Trainer.advance
 
     def dying(self):
         if self.next_step == step:
@@ -38,7 +38,7 @@ def killed_at(step, monkeypatch, folder, settings, **training):
         return real(self)
 
     with monkeypatch.context() as patch:
-        patch.setattr(Trainer, "step", dying)
+        patch.setattr(Trainer, "advance", dying)
         with pytest.raises(SystemError):
             run(folder, settings, **training)
 

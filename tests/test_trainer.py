@@ -11,12 +11,20 @@ from data.loader import Windows
 from model.errors import UserError
 from model.transformer import IGNORED, token_losses
 from tests.conftest import ARMS, tiny_config
+from training.batches import cut
 from training.config import Config, OptimizerConfig
 from training.evaluate import evaluate
-from training.hardware import Hardware, best_precision, choose_device, use_faster_float32
+from training.hardware import (
+    Hardware,
+    best_precision,
+    choose_device,
+    micro_batch_rows,
+    resolve_compile,
+    use_faster_float32,
+)
 from training.optimizer import decays, parameter_groups
 from training.schedule import learning_rate
-from training.trainer import MAX_SKIPPED_IN_A_ROW, Trainer
+from training.trainer import MAX_SKIPPED_IN_A_ROW, Trainer, Unread
 
 TEXT = (
     "The wheel turns by an equal angle for every step, so two marks on it keep their distance however far it rolls. "
@@ -158,7 +166,7 @@ def test_gradients_are_clipped_to_the_norm_and_reported_before():
         trainer.optimizer.step = lambda trainer=trainer: seen.append(
             torch.nn.utils.get_total_norm([p.grad for p in trainer.parameters]).item()
         )
-        seen.append(trainer.update(0.01, loss=1.0))
+        seen.append(trainer.update(0.01, torch.tensor(1.0))[1].item())
     reported_free, norm_free, reported_clipped, norm_clipped = seen[1], seen[0], seen[3], seen[2]
     assert reported_free == reported_clipped == pytest.approx(norm_free)
     assert norm_clipped == pytest.approx(1e-3, rel=1e-3)
@@ -255,12 +263,91 @@ def test_a_nan_gradient_skips_the_step_and_leaves_weights_and_optimizer_as_they_
     assert all(torch.equal(a, b) for a, b in zip(moments, after, strict=True))
 
 
+def test_steps_that_are_read_later_are_counted_as_if_read_at_once():
+    read_at_once, read_later = trainer_on_text(), trainer_on_text()
+    for trainer in (read_at_once, read_later):
+        weight = dict(trainer.model.named_parameters())["norm.weight"]
+        weight.register_hook(lambda grad, trainer=trainer: grad * (float("nan") if trainer.next_step in (2, 3) else 1))
+    expected = [read_at_once.step() for _ in range(6)]
+    for _ in range(6):
+        read_later.advance()
+    assert str(read_later.results()) == str(expected)  # NaN equals NaN in words
+    assert read_later.results() == []
+    assert [result.skipped for result in expected] == [False, False, True, True, False, False]
+    assert (read_later.skipped, read_later.skipped_in_a_row) == (2, 0)
+    assert all(torch.equal(a, b) for a, b in zip(read_later.parameters, read_at_once.parameters, strict=True))
+
+
+def test_a_loss_that_is_not_finite_skips_the_step_though_its_gradient_is():
+    trainer = trainer_on_text()
+    before = [p.detach().clone() for p in trainer.parameters]
+    trainer.accumulate(torch.zeros(2, 8, dtype=torch.long), torch.zeros(2, 8, dtype=torch.long))
+    trainer.unread.append(Unread(0, 0.01, trainer.update(0.01, torch.tensor(float("inf")))))
+    assert trainer.results()[0].culprit == "the loss"
+    assert all(torch.equal(a, b) for a, b in zip(before, trainer.parameters, strict=True))
+
+
+def test_a_sum_of_gradients_that_overflows_blames_no_single_one():
+    trainer = trainer_on_text()
+    for p in trainer.parameters:
+        p.grad = torch.full_like(p, 1e19 / p.numel() ** 0.5)  # each norm is 1e19; the sum of their squares overflows
+    trainer.unread.append(Unread(0, 0.01, trainer.update(0.01, torch.tensor(1.0))))
+    assert trainer.results()[0].culprit == "the norm of the gradients"
+
+
+def test_windows_cut_on_a_device_are_those_of_the_file():
+    windows = trainer_on_text().windows
+    numbers = np.arange(5, 90)
+    ids = torch.from_numpy(windows.ids.astype(np.int32))
+    cut_there = cut(ids, torch.from_numpy(windows.starts(numbers)), windows.context)
+    assert torch.equal(cut_there, torch.from_numpy(windows.rows(numbers)))
+    assert cut_there.dtype == torch.int64
+
+
+def test_a_micro_batch_fills_a_cpus_cache_unless_a_size_is_given():
+    cpu, gpu = torch.device("cpu"), torch.device("cuda")
+    for context, batch, given, on_cpu in ((256, 16, None, 8), (256, 4, None, 4), (4096, 16, None, 1), (256, 16, 2, 2)):
+        config = Config.model_validate(
+            {"model": {"context": context}, "training": {"batch_size": batch, "micro_batch_size": given}}
+        )
+        assert micro_batch_rows(config, cpu) == on_cpu
+        assert micro_batch_rows(config, gpu) == (given or batch)
+
+
+# --- Compiling --------------------------------------------------------------------------------------------------------
+
+
+def a_run(steps, compile="auto"):
+    return Config.model_validate({"model": {"vocab_size": 2048}, "training": {"steps": steps, "compile": compile}})
+
+
+@pytest.mark.parametrize(("asked", "expected"), [("on", "on"), ("off", "off"), ("auto", "off")])
+def test_a_short_run_is_compiled_only_where_that_was_asked_for(asked, expected, monkeypatch):
+    monkeypatch.setattr("training.hardware.has_compiler", lambda: True)
+    assert resolve_compile(a_run(200, asked), torch.device("cpu")) == expected
+
+
+def test_a_long_run_is_compiled_unless_there_is_no_compiler(monkeypatch):
+    for there, expected in ((True, "on"), (False, "off")):
+        monkeypatch.setattr("training.hardware.has_compiler", lambda there=there: there)
+        assert resolve_compile(a_run(20_000), torch.device("cpu")) == expected
+
+
+def test_compiling_asked_for_without_a_compiler_is_an_error(monkeypatch):
+    monkeypatch.setattr("training.hardware.has_compiler", lambda: False)
+    with pytest.raises(UserError, match=r"training.compile on needs a C\+\+ compiler"):
+        resolve_compile(a_run(200, "on"), torch.device("cpu"))
+
+
+# --- Numbers that are not finite, again and again ---------------------------------------------------------------------
+
+
 def test_after_some_skipped_steps_in_a_row_the_run_stops_and_names_step_and_parameter():
     trainer = trainer_on_text()
     poison(trainer, "layers.1.mlp.up_proj.weight")
     for _ in range(MAX_SKIPPED_IN_A_ROW - 1):
         assert trainer.step().skipped
-    with pytest.raises(UserError, match=r"step 4: the gradient of layers.1.mlp.up_proj.weight was not finite"):
+    with pytest.raises(UserError, match=r"step 5: the gradient of layers.1.mlp.up_proj.weight was not finite"):
         trainer.step()
 
 

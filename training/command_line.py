@@ -41,6 +41,7 @@ from tyro.constructors import (
 )
 
 from model.errors import UserError
+from model.settings import Settings
 from training.config import Config, load
 from training.settings_tree import (
     NONE_WORDS,
@@ -53,7 +54,7 @@ from training.settings_tree import (
     takes_none,
 )
 
-S = TypeVar("S", bound=BaseModel)
+S = TypeVar("S", bound=Settings)
 C = TypeVar("C", bound=Config)
 Names = tuple[str, ...]
 
@@ -300,7 +301,7 @@ class _Group:
     `--help`), builds each group by itself, and shows pydantic's own words for what is wrong.
     """
 
-    def __init__(self, present: BaseModel) -> None:
+    def __init__(self, present: Settings) -> None:
         self.present = present
 
 
@@ -339,7 +340,7 @@ def is_member(settings: type[BaseModel]) -> bool:
 _CHOICE = " kind"
 
 
-def _specs(present: BaseModel, name: str, annotation: Any) -> Iterator[StructFieldSpec]:
+def _specs(present: Settings, name: str, annotation: Any) -> Iterator[StructFieldSpec]:
     """Return the flags of one field; of a union: the flag that chooses its kind, then those of the present kind."""
     field = type(present).model_fields[name]
     default = getattr(present, name, tyro.MISSING)
@@ -348,11 +349,12 @@ def _specs(present: BaseModel, name: str, annotation: Any) -> Iterator[StructFie
         default = group.model_construct()
     if kinds(field.annotation):
         choice: Any = Annotated[Literal[tuple(_choices(field))], tyro.conf.arg(name=name)]
-        yield StructFieldSpec(name + _CHOICE, choice, getattr(default, "kind", "none"), _what_there_is(field))
-    if isinstance(default, BaseModel):
+        shown = "\n".join([type(present).describe(name), *_what_there_is(field)])
+        yield StructFieldSpec(name + _CHOICE, choice, getattr(default, "kind", "none"), shown)
+    if isinstance(default, Settings):
         yield StructFieldSpec(name, _Group, _Group(default), type(default).__doc__)
     elif not kinds(field.annotation) and not (name == "kind" and is_member(type(present))):
-        yield StructFieldSpec(name, _as_words(annotation), default, field.description or "")
+        yield StructFieldSpec(name, _as_words(annotation), default, type(present).describe(name))
 
 
 def _as_words(annotation: Any) -> Any:
@@ -403,9 +405,8 @@ def _metavar(part: Any) -> str:
     return "none" if part is type(None) else str(part.__name__.upper())
 
 
-def _what_there_is(field: FieldInfo) -> str:
-    lines = [f"{name}: {_first_line(member)}" for name, member in kinds(field.annotation).items()]
-    return "\n".join([field.description or "", *lines])
+def _what_there_is(field: FieldInfo) -> list[str]:
+    return [f"{name}: {_first_line(member)}" for name, member in kinds(field.annotation).items()]
 
 
 def _first_line(settings: type[BaseModel]) -> str:

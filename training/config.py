@@ -18,8 +18,10 @@ CountOr0 = Annotated[int, Field(ge=0)]
 
 
 class OptimizerConfig(Settings):
-    """AdamW and its learning rate over time (Loshchilov and Hutter, 2019)."""
+    """How the weights move, and the learning rate over time."""
 
+    method: Literal["adamw", "muon"] = "adamw"
+    """adamw: for all; muon: orthogonal steps for the matrices of the layers, AdamW for the rest, under one rate."""
     lr: Annotated[float, Field(gt=0)] = 3e-3
     """Peak learning rate."""
     warmup_steps: CountOr0 = 50
@@ -56,13 +58,15 @@ class TrainingConfig(Settings):
     batch_size: Count = 16
     """Windows a step."""
     micro_batch_size: Count | None = None
-    """Windows a forward pass; gradients are accumulated over the step; none: batch_size."""
+    """Windows a forward pass; gradients are accumulated over the step; none: as fits a CPU's cache, all on a GPU."""
     precision: Literal["auto", "fp32", "bf16", "fp16"] = "auto"
     """auto: bf16 where the hardware multiplies it fast (CUDA, avx512_bf16, AMX), else fp16 on CUDA, else fp32."""
-    compile: Annotated[Literal["off", "on"], BeforeValidator(_yaml_reads_off_as_false)] = "off"
-    """Compile the blocks with torch.compile; pays on runs of more than a few minutes."""
+    compile: Annotated[Literal["auto", "off", "on"], BeforeValidator(_yaml_reads_off_as_false)] = "auto"
+    """Compile the network with torch.compile; auto: where the run is long enough for that to pay."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto: cuda, else mps, else cpu."""
+    parallel: Literal["ddp", "fsdp"] = "ddp"
+    """Under torchrun, ddp: each process has a copy of the model; fsdp: each has a part of every weight."""
     log_every: Count = 10
     """Steps between lines in metrics.jsonl."""
     eval_every: Count = 200

@@ -7,6 +7,7 @@ import numpy as np
 import torch
 
 from model.transformer import Transformer, token_losses
+from training.distributed import ALONE, Alone
 from training.hardware import Hardware
 
 
@@ -28,19 +29,25 @@ class Evaluation(NamedTuple):
         return self.loss * self.tokens / (math.log(2) * max(1, self.text_bytes))
 
 
-@torch.inference_mode()
+@torch.no_grad()  # not inference_mode: weights that FSDP gathers in it cannot be trained afterwards
 def evaluate(
-    model: Transformer, windows: np.ndarray, token_bytes: np.ndarray, hardware: Hardware, rows: int = 16
+    model: Transformer,
+    windows: np.ndarray,
+    token_bytes: np.ndarray,
+    hardware: Hardware,
+    rows: int = 16,
+    processes: Alone = ALONE,
 ) -> Evaluation:
     """Score windows (N, T + 1) of token ids: the sum of losses over the number of targets, whatever the batch size."""
     was_training = model.training
     model.eval()
     total = torch.zeros((), dtype=torch.float64)
-    for start in range(0, len(windows), rows):
-        batch = torch.from_numpy(windows[start : start + rows]).to(hardware.device)
+    mine, counted = processes.share(np.arange(len(windows)))
+    for start in range(0, len(mine), rows):
+        batch = torch.from_numpy(windows[mine[start : start + rows]]).to(hardware.device)
         with hardware.autocast():
             losses = token_losses(model(batch[:, :-1]), batch[:, 1:])
-        total += losses.cpu().double().sum()  # widened on the CPU: MPS has no float64
+        total += losses[: max(0, counted - start)].cpu().double().sum()  # widened on the CPU: MPS has no float64
     model.train(was_training)
     targets = windows[:, 1:]
-    return Evaluation(total.item() / targets.size, targets.size, int(token_bytes[targets].sum()))
+    return Evaluation(processes.sum(total).item() / targets.size, targets.size, int(token_bytes[targets].sum()))

@@ -1,12 +1,21 @@
 """Which device computes, and in which precision."""
 
 import contextlib
-from typing import Any, NamedTuple
+import math
+from typing import Any, Literal, NamedTuple
 
 import torch
 
+from model.decoding.build import has_compiler
 from model.errors import UserError
-from training.config import TrainingConfig
+from model.flops import training_flops
+from training.config import Config, TrainingConfig
+
+# A CPU is fastest while what a matrix product writes stays in its cache: 2k to 4k tokens (measured on two machines).
+CPU_TOKENS_AT_ONCE = 2048
+# From how much arithmetic on compiling pays: it takes half a minute, and saves a tenth (float32) to a third (bfloat16)
+# of a run. On two CPUs of 75 and 450 GFLOP/s that was the same 5e13. The figure for GPUs is an estimate.
+COMPILING_PAYS = {"cpu": 5e13, "cuda": 1e16}  # FLOPs
 
 
 class Hardware(NamedTuple):
@@ -30,6 +39,30 @@ def choose_hardware(config: TrainingConfig) -> Hardware:
     """Resolve `device: auto` and `precision: auto`; UserError for a device that is not there."""
     device = choose_device(config.device)
     return Hardware(device, best_precision(device) if config.precision == "auto" else config.precision)
+
+
+def micro_batch_rows(config: Config, device: torch.device) -> int:
+    """Return how many windows go through the model at once: as configured, else what is fastest."""
+    rows = config.training.micro_batch_size
+    if rows is None and device.type == "cpu":
+        rows = max(1, CPU_TOKENS_AT_ONCE // config.model.context)
+    return min(rows or config.training.batch_size, config.training.batch_size)
+
+
+def resolve_compile(config: Config, device: torch.device) -> Literal["on", "off"]:
+    """Return whether a run of this configuration is compiled; auto: if it is long enough for compiling to pay.
+
+    Decided from the configuration, never from a clock: the same command gives the same bits. UserError where compiling
+    was asked for and there is no compiler.
+    """
+    asked = config.training.compile
+    if asked == "auto":
+        tokens = config.training.steps * config.training.batch_size * config.model.context
+        pays = tokens * training_flops(config.model) > COMPILING_PAYS.get(device.type, math.inf)
+        return "on" if pays and has_compiler() else "off"
+    if asked == "on" and not has_compiler():
+        raise UserError("training.compile on needs a C++ compiler (g++ or clang++), and there is none: install one")
+    return asked
 
 
 def use_faster_float32() -> bool:

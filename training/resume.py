@@ -9,6 +9,8 @@ from training.run_folder import RunFolder
 
 # Settings that change nothing a run learns, so that a resumed run may have others.
 FREE = {
+    "data.processes",
+    "data.corpus.streaming",
     "training.out",
     "training.log_every",
     "training.eval_every",
@@ -44,6 +46,8 @@ def resumed_config(folder: RunFolder, asked: Config) -> Config:
     """
     stored = load(folder.config)
     before, now = flat(stored), flat(asked)
+    if now["training.compile"] == "auto":  # settled when the run began
+        now["training.compile"] = before["training.compile"]
     different = [key for key in before if before[key] != now.get(key) and key not in FREE | LENGTH]
     if different:
         listed = ", ".join(f"{key} (run: {before[key]}, asked: {now.get(key)})" for key in different[:4])
@@ -53,7 +57,8 @@ def resumed_config(folder: RunFolder, asked: Config) -> Config:
         )
     # max_minutes was turned into steps when the run began; the same words must not measure again.
     steps = stored.training.steps if asked.training.max_minutes else asked.training.steps
-    training = asked.training.model_copy(update={"steps": steps, "max_minutes": None})
+    settled = {"steps": steps, "max_minutes": None, "compile": stored.training.compile}
+    training = asked.training.model_copy(update=settled)
     return stored.model_copy(update={"training": training})
 
 
