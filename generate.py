@@ -17,7 +17,7 @@ from pydantic import Field, model_validator
 from model.errors import UserError
 from model.position import PositionConfig
 from model.position.config import SchemeConfig, refuse_changes_of_weights
-from model.sampling_config import PastContext, SamplingSettings
+from model.sampling_config import DecoderName, PastContext, Precision, SamplingSettings
 from model.settings import Settings
 from training.command_line import exit_on_user_error, parse, split_file
 from training.config import load
@@ -26,6 +26,7 @@ from training.settings_tree import build
 
 if TYPE_CHECKING:
     from data.tokenizer import Tokenizer
+    from model.decoding.decoder import Decoder
     from model.sampling import Step
     from model.transformer import Transformer
 
@@ -66,8 +67,12 @@ class GenerateArguments(SamplingSettings, Source):  # pydantic takes the fields 
     """Keep keys and values of what was read; without (--no-cache) the same text comes more slowly."""
     device: Literal["auto", "cpu", "cuda", "mps"] = "auto"
     """auto: cuda, else mps, else cpu."""
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """Precision of the weights."""
+    precision: Precision = "fp32"
+    """Precision of the weights. On a CPU, bf16 and int8 (one scale a row) are faster with the native decoder."""
+    decoder: DecoderName = "auto"
+    """How new tokens are read; the text is the same up to rounding. model: as in training, the definition; eager: fewer
+    operations; compiled: by torch.compile, after a long wait; native: a C++ kernel for the CPU, built once. auto:
+    native where it is built or the text is long enough to pay for building it, else eager."""
 
     @model_validator(mode="after")
     def _parts_fit_together(self) -> "GenerateArguments":
@@ -160,6 +165,7 @@ class Sampler:
     model: "Transformer"
     tokenizer: "Tokenizer"
     arguments: GenerateArguments
+    decoder: "Decoder | None" = None
 
     def chunks(self, prompt: str, texts: list[GrowingText], seed: int) -> Iterator[list[str]]:
         """Return the chunks of one prompt's texts, the prompt itself first."""
@@ -175,6 +181,7 @@ class Sampler:
             stop_ids=(self.tokenizer.bos, self.tokenizer.eos),
             past_context=self.arguments.past_context,
             cache=self.arguments.cache,
+            decoder=self.decoder,
         )
         self.remark_on_prompt(len(ids) + 1)
         yield [text.begin(ids) for text in texts]
@@ -295,15 +302,17 @@ def load_sampler(request: Request) -> Sampler:
     folder = checkpoint_folder(Path(arguments.run), arguments.checkpoint)
     position = position_asked(folder, request.position)
 
-    import torch
-
     from data.tokenizer import Tokenizer
     from model.checkpoint import load_model
+    from model.decoding.choose import choose_decoder
     from training.hardware import choose_device
 
     loaded = load_model(folder, choose_device(arguments.device), position)
-    dtype = torch.bfloat16 if arguments.precision == "bf16" else torch.float32
-    return Sampler(loaded.model.to(dtype), Tokenizer.from_bytes(loaded.tokenizer), arguments)
+    # Without a cache there is no single token to read. How often a person at the keyboard will ask is not known.
+    kind = arguments.decoder if arguments.cache else "model"
+    asked = arguments.max_new_tokens * (20 if arguments.interactive else 1)
+    reading = choose_decoder(loaded.model, kind, arguments.precision, arguments.samples, asked, remark)
+    return Sampler(reading.model, Tokenizer.from_bytes(loaded.tokenizer), arguments, reading.decoder)
 
 
 def read_text(path: Path) -> str:

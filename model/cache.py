@@ -15,11 +15,15 @@ class LayerCache:
     def append(self, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Store new keys and values (B, G, T, D) and return all that are filled, (B, G, S, D)."""
         end = self.used + k.shape[2]
-        self.keys, self.values = with_room(self.keys, end, dim=2), with_room(self.values, end, dim=2)
+        self.reserve(end)
         self.keys[:, :, self.used : end] = k
         self.values[:, :, self.used : end] = v
         self.used = end
         return self.keys[:, :, :end], self.values[:, :, :end]
+
+    def reserve(self, size: int) -> None:
+        """Make room for `size` slots in all."""
+        self.keys, self.values = with_room(self.keys, size, dim=2), with_room(self.values, size, dim=2)
 
 
 def with_room(slots: Tensor, size: int, dim: int) -> Tensor:
@@ -72,3 +76,26 @@ class Cache:
         self._positions[:, self.used : end] = positions
         self.used = end
         return self.positions
+
+    @property
+    def all_positions(self) -> Tensor:
+        """The position of every slot, (B, capacity): also of those entered ahead; -1 for pads and empty slots."""
+        return self._positions
+
+    def enter_ahead(self, positions: Tensor) -> None:
+        """Enter the positions (B, N) of tokens that will come next, and make room for them everywhere.
+
+        Slots behind `used` are not yet filled; what was entered there before is forgotten.
+        """
+        end = self.used + positions.shape[1]
+        self._positions = with_room(self._positions, end, dim=1)
+        self._positions[:, self.used : end] = positions
+        self._positions[:, end:] = -1
+        for layer in self.layers:
+            layer.reserve(end)
+
+    def advance(self) -> None:
+        """Count one more slot as filled, in every layer: its position was entered ahead, keys and values are there."""
+        self.used += 1
+        for layer in self.layers:
+            layer.used = self.used

@@ -10,7 +10,7 @@ At temperature 0 the draw is an argmax, which top-k, top-p and min-p cannot chan
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Literal, NamedTuple, get_args
+from typing import TYPE_CHECKING, Literal, NamedTuple, get_args
 
 import torch
 from torch import Tensor, nn
@@ -20,6 +20,9 @@ from model.errors import UserError
 from model.initialisation import parameter_generator
 from model.sampling_config import PastContext, SamplingSettings
 from model.transformer import Transformer
+
+if TYPE_CHECKING:
+    from model.decoding.decoder import Decoder
 
 # Prompts are read in pieces of this many tokens, so that the mask of a long one does not grow with its square.
 PIECE = 512
@@ -166,6 +169,16 @@ class Row:
         """The tokens that the model reads; none, once the row has ended."""
         return [] if self.ended else self.tokens[self.start :]
 
+    @property
+    def newest(self) -> list[int]:
+        """The last token that the model reads; none, once the row has ended."""
+        return [] if self.ended else self.tokens[-1:]
+
+    @property
+    def reach(self) -> int:
+        """How many tokens the model reads: the newest stands one position before."""
+        return 0 if self.ended else len(self.tokens) - self.start
+
     def shorten(self, limit: int | None) -> bool:
         """Start the window afresh at the last half of `limit` tokens if it no longer fits; say whether it moved."""
         if self.ended or limit is None or len(self.tokens) - self.start <= limit:
@@ -208,8 +221,8 @@ class Reader:
     of the same declared length: angles that depend on the length are then the same both ways.
     """
 
-    def __init__(self, model: Transformer, length: int, keep: bool) -> None:
-        self.model, self.length, self.keep = model, length, keep
+    def __init__(self, model: Transformer, length: int, keep: bool, decoder: "Decoder | None" = None) -> None:
+        self.model, self.length, self.keep, self.decoder = model, length, keep, decoder
         self.modules = list(model.modules())
         self.device, self.dtype = model.norm.weight.device, model.norm.weight.dtype
         self.past: Cache | None = None
@@ -221,17 +234,32 @@ class Reader:
 
     def read(self, rows: list[Row], afresh: bool) -> Tensor:
         """Return the logits (B, V) after each row's last token; `afresh` drops what was read before."""
+        with evaluating(self.modules):
+            if afresh or not self.keep or self.past is None:
+                self.past = None  # its memory is free for the next one
+                return self.read_windows(rows)
+            return self.read_newest(rows, self.past)
+
+    def read_windows(self, rows: list[Row]) -> Tensor:
+        """Read every row's window into a new cache."""
         windows = [row.window for row in rows]
         ends = [len(window) for window in windows]
-        if afresh or not self.keep or self.past is None:
-            self.past = self.empty(len(rows), max(ends))
-        else:
-            windows = [window[-1:] for window in windows]
-        tokens, positions = left_padded(windows, ends, self.device)
-        with evaluating(self.modules):
-            for piece, places in zip(tokens.split(PIECE, dim=1), positions.split(PIECE, dim=1), strict=True):
-                hidden = self.model.hidden(piece, places, self.past)
-            return self.model.logits(hidden[:, -1])  # B C -> B V
+        self.past = self.empty(len(rows), max(ends))
+        return self.forward(windows, ends, self.past)
+
+    def read_newest(self, rows: list[Row], past: Cache) -> Tensor:
+        """Read every row's last token, by the decoder if there is one."""
+        if self.decoder is None:
+            return self.forward([row.newest for row in rows], [row.reach for row in rows], past)
+        tokens = [0 if row.ended else row.tokens[-1] for row in rows]
+        return self.decoder(tokens, [row.reach - 1 for row in rows], past)
+
+    def forward(self, pieces: list[list[int]], ends: list[int], past: Cache) -> Tensor:
+        """Read pieces of the rows that end before the positions `ends`."""
+        tokens, positions = left_padded(pieces, ends, self.device)
+        for piece, places in zip(tokens.split(PIECE, dim=1), positions.split(PIECE, dim=1), strict=True):
+            hidden = self.model.hidden(piece, places, past)
+        return self.model.logits(hidden[:, -1])  # B C -> B V
 
 
 # --- Generation ---
@@ -275,6 +303,7 @@ def generate(
     stop_ids: Sequence[int] = (),
     past_context: PastContext = "stop",
     cache: bool = True,
+    decoder: "Decoder | None" = None,
 ) -> Iterator[Step]:
     """Continue each prompt token by token; yields a `Step` for every token, until all rows have ended.
 
@@ -284,31 +313,35 @@ def generate(
     Past the positions that the scheme is defined for, a row ends (`past_context` stop), or the last half of them is
     read afresh from position 0 (reread; so is the end of a longer prompt). Unlimited schemes go on.
 
+    A `decoder` (`model.decoding.choose`), made from this model, reads the new tokens faster than the model itself, and
+    with the weights rounded as it was told to.
+
     The model's mode, its gradients and the global random state stay as they were. Raises UserError, before any token,
     for an empty prompt, an unknown token, or a prompt beyond the scheme's limit under stop.
     """
     check_request(model, prompts, max_new_tokens, past_context)
     rows = [Row(list(prompt)) for prompt in prompts]
-    return _steps(model, rows, settings or SamplingSettings(), max_new_tokens, frozenset(stop_ids), past_context, cache)
+    limit = model.position.max_positions
+    length = max((len(row.tokens) for row in rows), default=0) + max_new_tokens
+    length = length if limit is None else min(length, limit)
+    reader = Reader(model if decoder is None else decoder.model, length, cache, decoder)
+    return _steps(reader, rows, settings or SamplingSettings(), max_new_tokens, frozenset(stop_ids), past_context)
 
 
 @torch.inference_mode()  # on a generator it holds within each step, not in the caller's code between two
 def _steps(
-    model: Transformer,
+    reader: Reader,
     rows: list[Row],
     settings: SamplingSettings,
     max_new_tokens: int,
     stop_ids: frozenset[int],
     past_context: PastContext,
-    cache: bool,
 ) -> Iterator[Step]:
-    limit = model.position.max_positions
-    length = max((len(row.tokens) for row in rows), default=0) + max_new_tokens
-    reader = Reader(model, length if limit is None else min(length, limit), keep=cache)
+    limit = reader.model.position.max_positions
     sampler = Sampler(settings, len(rows))
     seen = None
     if settings.repetition_penalty != 1:
-        seen = seen_tokens(rows, model.embed_tokens.num_embeddings, stop_ids, reader.device)
+        seen = seen_tokens(rows, reader.model.embed_tokens.num_embeddings, stop_ids, reader.device)
     for left in reversed(range(max_new_tokens if rows else 0)):
         # One row that no longer fits makes all be read afresh: the others come out as they were.
         moved = [row.shorten(limit) for row in rows]

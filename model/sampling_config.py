@@ -7,6 +7,8 @@ from pydantic import Field
 from model.settings import Settings
 
 PastContext = Literal["stop", "reread"]
+DecoderName = Literal["auto", "model", "eager", "compiled", "native"]
+Precision = Literal["fp32", "bf16", "int8"]
 
 
 class SamplingSettings(Settings):

@@ -18,6 +18,7 @@ from data.config import DataConfig
 from data.tokenizer import Tokenizer
 from generate import GrowingText, StopStrings, main, read_arguments, take_texts
 from model.checkpoint import load_model, save_model
+from model.decoding import build
 from model.sampling import Reader
 from tests.conftest import loud_model, tiny_config
 from training.config import Config, to_yaml
@@ -220,9 +221,9 @@ def test_cache_and_no_cache_are_told_to_the_reader(command, run, monkeypatch):
     told = []
 
     class Spy(Reader):
-        def __init__(self, model, length, keep):
+        def __init__(self, model, length, keep, decoder):
             told.append(keep)
-            super().__init__(model, length, keep)
+            super().__init__(model, length, keep, decoder)
 
     monkeypatch.setattr("model.sampling.Reader", Spy)
     for words in [], ["--cache"], ["--no-cache"]:
@@ -290,10 +291,31 @@ def test_text_ends_where_the_document_ends(command, tmp_path, tokenizer):
     assert len(greedy(loaded.model, tokenizer, "def ", 40)) < 9
 
 
-def test_bf16_is_a_choice(command, run):
-    status, text, _ = command(run, "--precision", "bf16", "--prompt", "def ", "--max-new-tokens", "5")
-    assert status == 0
+@pytest.mark.parametrize("precision", ["bf16", "int8"])
+@pytest.mark.parametrize("decoder", ["auto", "model", "eager"])
+def test_weights_of_fewer_bits_are_a_choice(command, run, precision, decoder):
+    words = ("--precision", precision, "--decoder", decoder, "--prompt", "def ", "--max-new-tokens", "5")
+    status, text, remarks = command(run, *words)
+    assert (status, remarks) == (0, "")
     assert text.startswith("def ")
+
+
+@pytest.mark.parametrize("decoder", ["auto", "model", "eager"])
+def test_every_decoder_writes_the_same_greedy_text(command, run, learned_run, decoder):
+    words = ("--prompt", "def ", "--temperature", "0", "--max-new-tokens", "40", "--decoder", decoder)
+    assert command(run, *words) == (0, line(wanted(run, "def ", 40)), "")
+    several = command(learned_run, *words, "--samples", "3", "--past-context", "reread")
+    assert several == command(learned_run, *words[:-1], "model", "--samples", "3", "--past-context", "reread")
+
+
+def test_a_decoder_that_cannot_be_had_is_replaced_and_said_in_one_line(command, run, tmp_path, monkeypatch):
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("CXX", "no/such/compiler")
+    build.load.cache_clear()
+    words = ("--prompt", "def ", "--temperature", "0", "--max-new-tokens", "9")
+    status, text, remarks = command(run, *words, "--decoder", "native")
+    assert (status, text) == (0, line(wanted(run, "def ", 9)))
+    assert remarks == "note: no native decoder, the eager one goes on: there is no C++ compiler (no/such/compiler)\n"
 
 
 # --- Past the context ---
@@ -427,7 +449,7 @@ def read_until(stream, wanted: bytes, length: int) -> None:
 
 
 def test_ctrl_c_cuts_a_text_and_gives_the_prompt_back(run):
-    words = [sys.executable, "generate.py", run, "--interactive", "--max-new-tokens", "1000000"]
+    words = [sys.executable, "generate.py", run, "--interactive", "--max-new-tokens", "1000000", "--decoder", "eager"]
     pipes = dict.fromkeys(("stdin", "stdout", "stderr"), subprocess.PIPE)
     with subprocess.Popen(words, cwd=ROOT, **pipes) as process:
         try:
@@ -443,7 +465,7 @@ def test_ctrl_c_cuts_a_text_and_gives_the_prompt_back(run):
 
 
 def test_a_reader_that_leaves_ends_the_command_quietly(run):
-    words = [sys.executable, "generate.py", run, "--max-new-tokens", "1000000"]
+    words = [sys.executable, "generate.py", run, "--max-new-tokens", "1000000", "--decoder", "eager"]
     with subprocess.Popen(words, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         try:
             read_until(process.stdout, b"", 10)
