@@ -1,52 +1,62 @@
 """What each positional scheme costs: training tokens a second, all schemes in one run, in turn.
 
+python -m benchmarks.schemes --model 12m
 python -m benchmarks.schemes --context 1024 --rounds 7
 """
 
 import argparse
 import statistics
-import time
 
 import torch
 
-from model.config import ModelConfig
+from benchmarks.measured import Measurement
+from benchmarks.measured.training import steps
+from benchmarks.report import machine
+from benchmarks.workloads import WORKLOADS, Settings, with_training
 from model.position import SCHEMES
-from model.transformer import Transformer, token_losses
-from training.hardware import use_faster_float32
+from training.command_line import exit_on_user_error
 
 
-def build(kind: str, context: int) -> Transformer:
-    """Build a model of the demo's shape with this scheme."""
-    return Transformer(ModelConfig(n_layers=4, n_heads=4, d_model=128, vocab_size=1024, context=context, position=kind))
+def arguments() -> argparse.Namespace:
+    """Read the command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    add = parser.add_argument
+    add("--model", choices=WORKLOADS, default="demo")
+    add("--context", type=int, default=256)
+    add("--tokens", type=int, default=2048, help="tokens a step")
+    add("--rounds", type=int, default=7)
+    add("--precision", choices=("fp32", "bf16", "fp16"), help="default: what train.py takes")
+    add("--compile", choices=("off", "on", "auto"), help="default: what train.py does")
+    return parser.parse_args()
 
 
-def seconds_of_a_step(model: Transformer, windows: torch.Tensor) -> float:
-    """Time one forward and backward pass."""
-    begin = time.perf_counter()
-    token_losses(model(windows[:, :-1]), windows[:, 1:]).mean().backward()
-    model.zero_grad()
-    return time.perf_counter() - begin
+def with_scheme(options: argparse.Namespace, kind: str) -> Settings:
+    """Return the workload under this scheme, in windows of the length asked for."""
+    workload = WORKLOADS[options.model]()
+    workload["model"] = {**workload["model"], "position": kind, "context": options.context}
+    rows = max(1, options.tokens // options.context)
+    return with_training(workload, batch_size=rows, precision=options.precision, compile=options.compile)
 
 
+@exit_on_user_error()
 def main() -> None:
     """Measure, in rounds over all schemes, and print medians and ratios to rope as a Markdown table."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--context", type=int, default=256)
-    parser.add_argument("--tokens", type=int, default=2048, help="tokens a step")
-    parser.add_argument("--rounds", type=int, default=7)
-    options = parser.parse_args()
-    use_faster_float32()
-    windows = torch.randint(1024, (max(1, options.tokens // options.context), options.context + 1))
-    models = {kind: build(kind, options.context) for kind in SCHEMES}
-    seconds: dict[str, list[float]] = {kind: [] for kind in models}
+    options = arguments()
+    runs: dict[str, Measurement] = {kind: steps(with_scheme(options, kind), seconds=0.0) for kind in SCHEMES}
+    rates: dict[str, list[float]] = {kind: [] for kind in runs}
     for _ in range(options.rounds + 1):  # the first round warms up
-        for kind, model in models.items():
-            seconds[kind].append(seconds_of_a_step(model, windows))
-    medians = {kind: statistics.median(values[1:]) for kind, values in seconds.items()}
-    print(f"context {options.context}, {windows[:, 1:].numel()} tokens a step, {torch.get_num_threads()} threads\n")
-    print("| scheme | tokens/s | of rope |\n|---|---|---|")
-    for kind, median in medians.items():
-        print(f"| `{kind}` | {windows[:, 1:].numel() / median:,.0f} | {medians['rope'] / median:.2f} |")
+        for kind, run in runs.items():
+            rates[kind].append(run.rate())
+    ratios = {kind: [a / b for a, b in zip(rates[kind], rates["rope"], strict=True)][1:] for kind in runs}
+    told = ", ".join(f"{name} {value}" for name, value in runs["rope"].notes.items() if name != "first_step")
+    tokens = max(1, options.tokens // options.context) * options.context
+    print(f"{machine()}\n")
+    print(
+        f"{options.model}, context {options.context}, {tokens} tokens a step, {told}, {torch.get_num_threads()} threads"
+    )
+    print("\n| scheme | tokens/s | of rope |\n|---|--:|--:|")
+    for kind in runs:
+        print(f"| `{kind}` | {statistics.median(rates[kind][1:]):,.0f} | {statistics.median(ratios[kind]):.2f} |")
 
 
 if __name__ == "__main__":

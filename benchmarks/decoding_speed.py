@@ -1,0 +1,86 @@
+"""How fast text is written, for one prompt and for many: each decoder and precision, and Hugging Face beside them."""
+
+from typing import NamedTuple
+
+from benchmarks.limits import reading
+from benchmarks.plan import Plan
+from benchmarks.report import THIS, Table, against, against_header, cell, percent, rate
+from benchmarks.rounds import Case, Results, share
+from benchmarks.workloads import Settings, model_of
+from model.flops import matmul_parameters
+
+BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
+HUGGING_FACE = "Hugging Face"
+
+
+class Way(NamedTuple):
+    """One way to write text."""
+
+    decoder: str
+    weights: str
+
+    def case(self, plan: Plan, name: str, workload: Settings, prompts: int) -> Case:
+        """Return the measurement of this way for so many prompts at once."""
+        arguments = {
+            "model": workload["model"],
+            "prompts": prompts,
+            "new_tokens": plan.new_tokens,
+            "precision": self.weights,
+            "seconds": plan.seconds,
+        }
+        theirs = self.decoder == HUGGING_FACE
+        return Case(
+            self.name(name, prompts),
+            f"benchmarks.measured.decoding:{'hugging_face' if theirs else 'ours'}",
+            arguments if theirs else {**arguments, "decoder": self.decoder},
+            process=f"decode {name}",
+            of_machine=theirs,
+        )
+
+    def name(self, workload: str, prompts: int) -> str:
+        """Return the name of that measurement."""
+        return f"decode {workload} {self.decoder} {self.weights} {prompts}"
+
+
+def ways(plan: Plan) -> list[Way]:
+    """Return every way; those that are not there, or not for these weights, say so in their cells."""
+    theirs = [Way(HUGGING_FACE, weights) for weights in plan.weights if weights != "int8"]
+    return [*theirs, *(Way(decoder, weights) for decoder in plan.decoders for weights in plan.weights)]
+
+
+def decoding(plan: Plan) -> list[Table]:
+    """Measure and lay out the decoding of each workload."""
+    return [_table(plan, name, workload) for name, workload in plan.workloads.items()]
+
+
+def _table(plan: Plan, name: str, workload: Settings) -> Table:
+    weights = matmul_parameters(model_of(workload))
+    cases = [way.case(plan, name, workload, prompts) for way in ways(plan) for prompts in (1, plan.prompts)]
+    sizes = [plan.beyond_cache, *(weights * size for size in BYTES.values())]
+    results = plan.measured([*reading(plan, sizes), *cases], f"decoding {name}")
+    rows = [[way.decoder, *_cells(plan, results, name, way, weights)] for way in ways(plan)]
+    header = ["decoder", "weights", "one, tokens/s", "of the memory's limit", "of the limit of its size"]
+    many = [f"{plan.prompts}, tokens/s", "times one"]
+    versus = [f"{title}, {prompts}" for prompts in ("one", plan.prompts) for title in against_header(plan.baseline)]
+    remark = (
+        f"{plan.new_tokens} new tokens, greedy. The limit for one: a token reads {weights / 1e6:.1f} million weights; "
+        f"the memory reads {plan.beyond_cache // 2**20} MiB, or as many bytes as the weights have, again and again at "
+        "the rate measured in the same rounds (weights that fit the cache can pass the first limit, never the second)."
+    )
+    return Table(f"Decoding, {name}", [*header, *many, *versus], rows, remark)
+
+
+def _cells(plan: Plan, results: Results, name: str, way: Way, weights: int) -> list[str]:
+    one, many = (results[THIS, way.name(name, prompts)] for prompts in (1, plan.prompts))
+    read_as = one.notes.get("read_as", way.weights)
+    size = weights * BYTES[read_as]
+    memory, cache = (results[THIS, f"read {limit}"] for limit in (plan.beyond_cache, size))
+    return [
+        way.weights if read_as == way.weights else f"{way.weights}, read as {read_as}",
+        rate(one),
+        (cell(one, memory) and "-") or percent(share(one, memory, size)),
+        (cell(one, cache) and "-") or percent(share(one, cache, size)),
+        rate(many),
+        (cell(one, many) and "-") or f"{share(many, one):.1f}",
+        *(part for prompts in (1, plan.prompts) for part in against(results, plan.baseline, way.name(name, prompts))),
+    ]
