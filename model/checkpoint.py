@@ -36,12 +36,26 @@ def save_model(
     `config_yaml` describes the run; its part `model` describes the network, and is all that loading needs.
     """
     weights = {name: parameter.detach().contiguous().cpu() for name, parameter in model.named_parameters()}
+    refuse_endless(folder, weights)
     writers: dict[str, Writer] = {
         WEIGHTS: lambda path: path.write_bytes(save(weights)),
         CONFIG: lambda path: path.write_text(config_yaml, encoding="utf-8"),
         TOKENIZER: lambda path: path.write_bytes(tokenizer),
     }
     write_folder(folder, {**writers, **(extra or {})})
+
+
+def refuse_endless(folder: Path, weights: Mapping[str, Tensor]) -> None:
+    """Raise a UserError that names the first weight with an infinity or a NaN in it: such a model is worth nothing.
+
+    Finite gradients do not guarantee finite weights: a learning rate can be so high that the step itself overflows.
+    """
+    for name, weight in weights.items():
+        if not weight.isfinite().all():
+            raise UserError(
+                f"{folder} is not written: {name} is not finite; checkpoints before it are sound: resume from the last "
+                "one with a lower --optimizer.lr"
+            )
 
 
 def load_model(folder: Path | str, device: torch.device | str = "cpu", position: SchemeConfig | None = None) -> Loaded:
@@ -114,7 +128,7 @@ def refuse_difference(path: Path, wanted: dict[str, tuple[int, ...]], stored: di
 def _read_config(path: Path) -> dict[str, Any]:
     try:
         config = yaml.safe_load(path.read_text(encoding="utf-8"))
-    except (yaml.YAMLError, UnicodeDecodeError) as error:
+    except (yaml.YAMLError, ValueError, RecursionError) as error:
         raise UserError(f"{path} is no YAML: {error}") from error
     if not isinstance(config, dict) or not isinstance(config.get("model"), dict):
         raise UserError(f"{path} has no part 'model' that describes the network")

@@ -146,9 +146,9 @@ def save(config: BaseModel, path: str | Path) -> None:
 
 def _with_what_it_extends(path: Path, above: tuple[Path, ...] = ()) -> list[Tree]:
     """Return the trees of a file and of the files it extends, lowest first."""
+    tree = read_mapping(path)  # first: it tells of a name that no file can have
     if path.resolve() in above:
         raise UserError(f"{path}: extends itself, by way of {' -> '.join(step.name for step in above)}")
-    tree = read_mapping(path)
     base = tree.pop("extends", None)
     if base is None:
         return [tree]

@@ -104,8 +104,8 @@ class Copies(Alone):
     """Several processes with a copy of the model each.
 
     Gradients are added up once a step, after the last micro-batch. PyTorch's DistributedDataParallel would do it during
-    the last backward pass, a few per cent faster on a slow network; but it takes means where a sum is wanted, renames
-    parameters, and needs telling which micro-batch is the last.
+    the last backward pass, and so hide some of the wait; but it takes means where a sum is wanted, renames parameters,
+    and needs telling which micro-batch is the last.
     """
 
     def __init__(self, store: Store, rank: int, count: int) -> None:

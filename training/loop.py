@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -15,7 +15,7 @@ from data.config import DataConfig
 from data.loader import Windows, evaluation_windows
 from data.prepare import Prepared, open_prepared, prepare
 from model.checkpoint import TOKENIZER, load_trunk, save_model
-from model.durable import write_text
+from model.durable import write_bytes, write_text
 from model.errors import UserError
 from model.flops import training_flops
 from model.transformer import Transformer
@@ -45,6 +45,14 @@ def train(
     config: Config, folder: RunFolder, resume: bool = False, overwrite: bool = False, processes: Alone = ALONE
 ) -> Evaluation:
     """Train one run from its settings, or go on with it, and return how well it predicts the validation split."""
+    with ExitStack() as held:
+        # Of several processes the first one writes, and keeps other trainings out.
+        processes.first(lambda: held.enter_context(folder.locked()))
+        return trained(config, folder, resume, overwrite, processes)
+
+
+def trained(config: Config, folder: RunFolder, resume: bool, overwrite: bool, processes: Alone) -> Evaluation:
+    """Train in a folder that no other training writes into."""
     config, going_on = processes.first(lambda: decided(config, folder, resume, overwrite))
     prepared = prepared_once(config.data, processes)
     model = config.model.model_copy(update={"vocab_size": prepared.tokenizer.vocab_size})
@@ -115,7 +123,7 @@ def start(trainer: Trainer, folder: RunFolder, prepared: Prepared) -> None:
 
     def write() -> None:
         folder.create()
-        folder.tokenizer.write_bytes(prepared.tokenizer.model_bytes)
+        write_bytes(folder.tokenizer, prepared.tokenizer.model_bytes)
         write_text(folder.config, to_yaml(trainer.config))
 
     trainer.processes.first(write)
@@ -158,15 +166,17 @@ def take_up(trainer: Trainer, folder: RunFolder, prepared: Prepared) -> None:
                 f"the prepared data in {prepared.folder} are not those that run {folder.path} was trained on: "
                 "start another run with --training.out"
             )
-    processes.first(lambda: forget_after(trainer.next_step, folder))
+    processes.first(lambda: forget_after(trainer, folder))
     print(f"going on with {folder.path} after step {trainer.next_step}")
 
 
-def forget_after(step: int, folder: RunFolder) -> None:
-    """Remove what was written after a step: it will be written again."""
+def forget_after(trainer: Trainer, folder: RunFolder) -> None:
+    """Remove what was written after the trainer's step: it will be written again."""
+    step = trainer.next_step
     Metrics(folder.metrics).rewind(step)
     rewind_samples(folder.samples, step)
     folder.discard_after(step)
+    folder.settle(trainer.best_step, trainer.config.training.keep)
 
 
 def restore_last(trainer: Trainer, folder: RunFolder) -> None:
@@ -277,7 +287,8 @@ class Run:
         if self.due(self.settings.eval_every):
             row |= (scores := self.evaluation_row())
             is_best = scores["validation_loss"] < self.trainer.best_loss
-            self.trainer.best_loss = min(scores["validation_loss"], self.trainer.best_loss)
+            if is_best:
+                self.trainer.best_loss, self.trainer.best_step = scores["validation_loss"], done
         if self.settings.sample_every and done % self.settings.sample_every == 0:
             self.sample()
         if row:

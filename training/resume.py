@@ -12,6 +12,7 @@ FREE = {
     "data.processes",
     "data.corpus.streaming",
     "training.out",
+    "training.parallel",
     "training.log_every",
     "training.eval_every",
     "training.eval_windows",

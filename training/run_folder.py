@@ -1,10 +1,14 @@
 """A run folder: where a run keeps its settings, metrics, samples and checkpoints. Torch-free."""
 
+import fcntl
+import os
 import re
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from model.durable import MANIFEST, write_text
+from model.durable import MANIFEST, remove_folder, remove_remains, sync, write_text
 from model.errors import UserError
 
 CONFIG, METRICS, SAMPLES, TOKENIZER = "config.yaml", "metrics.jsonl", "samples.txt", "tokenizer.model"
@@ -32,24 +36,77 @@ class RunFolder:
         """Say whether a run was started here."""
         return self.config.exists()
 
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep every other training out of this folder; UserError where one is at work in it, or no folder can be.
+
+        The lock dies with the process. A folder that is empty in the end is removed.
+        """
+        handle = self._lock()
+        try:
+            yield
+        finally:
+            with suppress(FileNotFoundError):
+                if not any(self.path.iterdir()):
+                    self.path.rmdir()
+            os.close(handle)
+
+    def _lock(self) -> int:
+        self._make(self.path)
+        handle = os.open(self.path, os.O_RDONLY)
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            os.close(handle)
+            raise UserError(
+                f"another training is at work in run folder {self.path}: wait for its end, or name another folder with "
+                "--training.out"
+            ) from None
+        except OSError:
+            print(f"note: the file system of {self.path} knows no locks: start no second training there")
+        return handle
+
+    def _make(self, folder: Path) -> None:
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+        except OSError as error:
+            part = next((part for part in (folder, *folder.parents) if part.exists()), folder)
+            raise UserError(
+                f"training.out {self.path}: {part} is a file: name a folder"
+                if part.is_file()
+                else f"training.out {self.path} cannot be made: {error.strerror}; name another folder"
+            ) from error
+
     def step_folder(self, step: int) -> Path:
         """Return where the checkpoint of a step lies."""
         return self.checkpoints / f"step-{step:06d}"
 
     def steps(self) -> list[int]:
         """Return the steps that have a checkpoint, in order."""
-        names = (_STEP.fullmatch(path.name) for path in self.checkpoints.glob("step-*"))
-        return sorted(int(match[1]) for match in names if match)
+        steps = [_step_in(path.name) for path in self.checkpoints.glob("step-*") if path.is_dir()]
+        return sorted(step for step in steps if step is not None)
 
     def point(self, name: str, step: int) -> None:
         """Let `best` or `last` stand for the checkpoint of a step."""
+        # A run that goes on from there counts on every row and sample before it.
+        for record in (self.metrics, self.samples):
+            if record.exists():
+                sync(record)
         write_text(self.checkpoints / name, self.step_folder(step).name + "\n")
 
     def pointed(self, name: str) -> int | None:
-        """Return the step that `best` or `last` stands for; None where there is none."""
+        """Return the step that `best` or `last` stands for, None where there is none; UserError where it is damaged."""
         pointer = self.checkpoints / name
-        match = _STEP.fullmatch(pointer.read_text(encoding="utf-8").strip()) if pointer.is_file() else None
-        return int(match[1]) if match else None
+        if not pointer.is_file():
+            # Killed right after its first checkpoint, a run has no file `last` yet.
+            return next(reversed(self.steps()), None) if name == "last" else None
+        step = _step_in(pointer.read_bytes().decode(errors="replace").strip())
+        if step is None:
+            raise UserError(f"{pointer} is damaged: write the name of a checkpoint into it ({self._listed()})")
+        return step
+
+    def _listed(self) -> str:
+        return ", ".join(f"step-{step:06d}" for step in self.steps()) or "none yet"
 
     def checkpoint(self, which: str = "best") -> Path:
         """Return the folder of a checkpoint: best, last or step-000500; UserError where there is none."""
@@ -65,8 +122,7 @@ class RunFolder:
         else:
             folder = self.checkpoints / which
         if folder is None or not folder.is_dir():
-            steps = ", ".join(f"step-{step:06d}" for step in self.steps()) or "none yet"
-            raise UserError(f"run folder {self.path} has no checkpoint {which!r}; it has: {steps}")
+            raise UserError(f"run folder {self.path} has no checkpoint {which!r}; it has: {self._listed()}")
         return folder
 
     def rotate(self, keep: int) -> None:
@@ -74,29 +130,54 @@ class RunFolder:
         kept = {*self.steps()[-keep:], self.pointed("best"), self.pointed("last")}
         for step in self.steps():
             if step not in kept:
-                shutil.rmtree(self.step_folder(step))
+                remove_folder(self.step_folder(step))
 
     def discard_after(self, step: int) -> None:
         """Remove checkpoints later than a step, which a resumed run writes anew, and what a kill left half-written."""
         for later in self.steps():
             if later > step:
-                shutil.rmtree(self.step_folder(later))
-        for remains in self.checkpoints.glob(".*.tmp"):
-            shutil.rmtree(remains) if remains.is_dir() else remains.unlink()
+                remove_folder(self.step_folder(later))
+        self._remove_remains()
+
+    def settle(self, best: int | None, keep: int) -> None:
+        """Do what a kill may have kept from being done after the last checkpoint, which knows the best step so far."""
+        if best not in self.steps():
+            # Gone on from an earlier checkpoint by hand: the one that was best by then may be gone.
+            (self.checkpoints / "best").unlink(missing_ok=True)
+        elif best is not None and self.pointed("best") != best:
+            self.point("best", best)
+        self.rotate(keep)
+
+    def _remove_remains(self) -> None:
+        remove_remains(self.checkpoints)
+        # Not those of wandb.json: the process that sends may outlive a killed run for a while, and still write.
+        for path in (self.config, self.metrics, self.samples):
+            remove_remains(self.path, path.name)
 
     def create(self) -> None:
         """Make the folder, empty of an older run; UserError where it cannot be."""
         try:
             self.clear()
-            self.checkpoints.mkdir(parents=True, exist_ok=True)
         except OSError as error:
             raise UserError(
-                f"training.out {self.path} cannot be made: {error.strerror}; name another folder"
+                f"training.out {self.path} cannot be cleared: {error.strerror}; name another folder"
             ) from error
+        self._make(self.checkpoints)
 
     def clear(self) -> None:
         """Remove what a run wrote here, and nothing else."""
-        for folder in (self.checkpoints, self.path / "wandb"):
-            shutil.rmtree(folder, ignore_errors=True)
-        for path in (self.metrics, self.samples, self.tokenizer, self.config):
+        # The settings first: without them nobody takes what a kill leaves of the rest for a run.
+        for path in (self.config, self.metrics, self.samples, self.tokenizer):
             path.unlink(missing_ok=True)
+        # The process that sends an older run to wandb may still be writing there; what it leaves does no harm.
+        shutil.rmtree(self.path / "wandb", ignore_errors=True)
+        if self.checkpoints.exists():
+            shutil.rmtree(self.checkpoints)
+        self._remove_remains()
+
+
+def _step_in(name: str) -> int | None:
+    """Return the step of a checkpoint's name; None for a name that is none, such as step-000500-mine."""
+    match = _STEP.fullmatch(name)
+    step = int(match[1]) if match else None
+    return step if step is not None and name == f"step-{step:06d}" else None

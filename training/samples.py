@@ -4,13 +4,13 @@ import re
 from pathlib import Path
 
 from data.tokenizer import Tokenizer
-from model.durable import write_text
+from model.durable import append, write_bytes
 from model.sampling import generate
 from model.sampling_config import SamplingSettings
 from model.transformer import Transformer
 from training.config import TrainingConfig
 
-_HEADING = re.compile(r"^=== step (\d+)\n", re.MULTILINE)
+_HEADING = re.compile(rb"^=== step (\d+), (\d+) bytes\n", re.MULTILINE)
 
 
 def sample_text(model: Transformer, tokenizer: Tokenizer, settings: TrainingConfig, step: int) -> str:
@@ -24,16 +24,25 @@ def sample_text(model: Transformer, tokenizer: Tokenizer, settings: TrainingConf
 
 
 def record_sample(path: Path, step: int, text: str) -> None:
-    """Append a sample under a heading that names its step."""
-    with path.open("a", encoding="utf-8") as file:
-        file.write(f"=== step {step}\n{text}\n\n")
+    """Append a sample under a heading that names its step, and its length: a model may write such a heading too."""
+    body = text.encode()
+    append(path, b"=== step %d, %d bytes\n%b\n\n" % (step, len(body), body))
 
 
 def rewind_samples(path: Path, step: int) -> None:
     """Drop the samples that were taken after a step."""
-    if not path.exists():
-        return
-    text = path.read_text(encoding="utf-8")
-    later = [match.start() for match in _HEADING.finditer(text) if int(match[1]) > step]
-    if later:
-        write_text(path, text[: later[0]])
+    if path.exists():
+        content = path.read_bytes()
+        kept = content[: _end(content, step)]
+        if kept != content:
+            write_bytes(path, kept)
+
+
+def _end(content: bytes, step: int) -> int:
+    """Return where the first sample that was taken after a step begins."""
+    here = 0
+    while match := _HEADING.search(content, here):
+        if int(match[1]) > step:
+            return match.start()
+        here = match.end() + int(match[2])
+    return len(content)

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, BinaryIO, cast
 
-from model.durable import write_text
+from model.durable import append, remove_remains, write_bytes, write_text
 from model.errors import UserError
 from training.run_folder import METRICS
 
@@ -56,16 +56,14 @@ class Metrics:
         """
         assert isinstance(row.get("step"), int), "a row needs a step, or no resumed run could take it back"
         line = json.dumps({name: _finite(value) for name, value in row.items()}, allow_nan=False) + "\n"
-        # Opened anew for each row: an open handle would go on writing into the old file after a rewind replaced it.
-        with self.path.open("ab", buffering=0) as file:
-            _append_whole(file, line.encode())
+        append(self.path, line.encode())
 
     def rewind(self, step: float = math.inf) -> None:
         """Drop the rows after `step`, and a half line left by a kill; UserError where another line is damaged."""
         content = self.path.read_bytes() if self.path.exists() else b""
         kept = b"".join(line for line, row in _rows(self.path, content) if row["step"] <= step)
         if kept != content:
-            write_text(self.path, kept.decode())
+            write_bytes(self.path, kept)
 
 
 def read(path: Path | str) -> list[Row]:
@@ -79,17 +77,6 @@ def _finite(value: Any) -> Any:
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
-def _append_whole(file: BinaryIO, line: bytes) -> None:
-    # A full disk may take the first part of a line: what follows would be glued to it.
-    end = file.seek(0, os.SEEK_END)
-    try:
-        while line:
-            line = line[file.write(line) :]
-    except OSError:
-        file.truncate(end)
-        raise
-
-
 def _rows(path: Path, content: bytes) -> Iterator[tuple[bytes, Row]]:
     whole = content[: content.rfind(b"\n") + 1]
     for number, line in enumerate(whole.splitlines(keepends=True), start=1):
@@ -99,7 +86,7 @@ def _rows(path: Path, content: bytes) -> Iterator[tuple[bytes, Row]]:
 def _parse(path: Path, number: int, line: bytes) -> Row:
     try:
         row = json.loads(line)
-    except ValueError:
+    except (ValueError, RecursionError):
         row = None
     if not isinstance(row, dict) or not isinstance(row.get("step"), int):
         raise UserError(f"{path}, line {number} is damaged: remove it, or start another run with --training.out")
@@ -271,6 +258,7 @@ class State:
 
     def __init__(self, path: Path) -> None:
         self.path = path
+        remove_remains(path.parent, path.name)
         stored = json.loads(path.read_text()) if path.exists() else {}
         self.run_id: str = stored.get("id") or secrets.token_hex(4)
         self.sent: int = stored.get("sent", -1)

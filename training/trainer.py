@@ -3,7 +3,6 @@
 import hashlib
 import io
 import math
-import pickle
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
@@ -86,6 +85,7 @@ class Trainer:
         self.skipped = 0
         self.skipped_in_a_row = 0
         self.best_loss = math.inf
+        self.best_step: int | None = None
         self.seconds = 0.0
         self.data_digest = ""
 
@@ -205,6 +205,7 @@ class Trainer:
             "skipped": self.skipped,
             "skipped_in_a_row": self.skipped_in_a_row,
             "best_loss": self.best_loss,
+            "best_step": self.best_step,
             "seconds": self.seconds,
             "data_digest": self.data_digest,
         }
@@ -225,6 +226,7 @@ class Trainer:
             self.scaler.load_state_dict(state["scaler"])
         for name in ("next_step", "skipped", "skipped_in_a_row", "best_loss", "seconds", "data_digest"):
             setattr(self, name, state[name])
+        self.best_step = state.get("best_step")  # older states do not know it
 
     def whole_model(self) -> Transformer:
         """Return the model with all its weights: a copy, where each process has but a part. All have to ask."""
@@ -254,5 +256,7 @@ def read_state(path: Path, device: torch.device) -> dict[str, Any]:
     """Read a trainer state; nothing in it can run code. UserError for anything else."""
     try:
         return torch.load(path, map_location=device, weights_only=True)
-    except (RuntimeError, EOFError, pickle.UnpicklingError) as error:
+    except OSError:
+        raise
+    except Exception as error:  # a damaged pickle may raise anything
         raise UserError(f"{path} cannot be read safely: {type(error).__name__}; use another checkpoint") from error
