@@ -46,7 +46,10 @@ class Tokenizer:
         self.model_bytes = model_bytes
         self._processor = _processor(model_bytes, source)
         self.vocab_size = int(self._processor.get_piece_size())
-        self._bytes = [_bytes_of(self._processor, index) for index in range(self.vocab_size)]
+        try:
+            self._bytes = [_bytes_of(self._processor, index) for index in range(self.vocab_size)]
+        except ValueError as error:  # a piece that is no UTF-8, or a byte's that names none
+            raise UserError(f"{source} is a damaged SentencePiece model: one of its pieces is no text") from error
         self._has_seams = not any(0 < seam.start() < len(of) for of in self._bytes for seam in _SEAM.finditer(of))
         self._mark = [self._processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE_MARK.encode()]
         if self.decode(self.encode(_PROBE)) != _PROBE or self._processor.bos_id() != BOS:
