@@ -189,7 +189,7 @@ def _processor(model_bytes: bytes, source: str) -> "SentencePieceProcessor":
     processor = SentencePieceProcessor()
     try:
         processor.LoadFromSerializedProto(model_bytes)
-    except RuntimeError as error:
+    except (RuntimeError, ValueError) as error:  # the library's own message may be no UTF-8
         raise UserError(f"{source} is no SentencePiece model, or a damaged one ({len(model_bytes)} bytes)") from error
     return processor
 

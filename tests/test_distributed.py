@@ -490,7 +490,6 @@ def test_under_torchrun_a_killed_process_ends_the_job_and_one_process_finishes_t
     assert out.count("validation loss") == 1  # at step 10, by the first process alone
     assert "Signal 9 (SIGKILL)" in errors  # torchrun names it; its own end may come before our line
     assert errors.count("error: another process of this run has ended") <= 1
-    assert "Traceback" not in errors
     torch.set_num_threads(1)
     run(tmp_path / "r", settings, resume=True)
     run(tmp_path / "whole", settings)
