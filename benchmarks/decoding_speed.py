@@ -43,9 +43,24 @@ class Way(NamedTuple):
 
 
 def ways(plan: Plan) -> list[Way]:
-    """Return every way; those that are not there, or not for these weights, say so in their cells."""
-    theirs = [Way(HUGGING_FACE, weights) for weights in plan.weights if weights != "int8"]
-    return [*theirs, *(Way(decoder, weights) for decoder in plan.decoders for weights in plan.weights)]
+    """Return every way; those that are not there say so in their cells."""
+    readers = [HUGGING_FACE, *plan.decoders]
+    return [
+        Way(decoder, weights) for decoder in readers for weights in plan.weights if is_worth_a_row(decoder, weights)
+    ]
+
+
+def is_worth_a_row(decoder: str, weights: str) -> bool:
+    """Say whether a decoder reads these weights in a way of its own here.
+
+    Without a GPU only the native and the compiled one read fewer bytes for fewer bits; Hugging Face's multiplies them
+    so slowly where the CPU has no bfloat16 instructions that it would take the rest of the day.
+    """
+    from training.hardware import best_precision, choose_device
+
+    if decoder == HUGGING_FACE:
+        return weights == "fp32" or weights == best_precision(choose_device("auto"))
+    return weights == "fp32" or decoder in ("native", "compiled") or choose_device("auto").type != "cpu"
 
 
 def decoding(plan: Plan) -> list[Table]:
