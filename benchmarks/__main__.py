@@ -98,8 +98,9 @@ def main() -> None:
         parts = ["# Speed", machine(), f"{plan.rounds} rounds, everything in turn; medians, and ratios within a round."]
         print("\n\n".join(parts), flush=True)
         for topic in options.topics or TOPICS:
-            parts += [str(table) for table in TOPICS[topic](plan)]
-            print("\n" + parts[-1], flush=True)
+            tables = [str(table) for table in TOPICS[topic](plan)]
+            parts += tables
+            print("\n" + "\n\n".join(tables), flush=True)
     if options.write:
         write_text(RESULTS, "\n\n".join(parts) + "\n")
 

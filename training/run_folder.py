@@ -12,7 +12,7 @@ from model.durable import MANIFEST, remove_folder, remove_remains, sync, write_t
 from model.errors import UserError
 
 CONFIG, METRICS, SAMPLES, TOKENIZER = "config.yaml", "metrics.jsonl", "samples.txt", "tokenizer.model"
-_STEP = re.compile(r"step-(\d{6,})")
+_STEP = re.compile(r"step-(\d{6,18})")
 
 
 def checkpoint_folder(path: Path, which: str = "best") -> Path:
