@@ -26,7 +26,7 @@ class Windows:
 
     def batch(self, step: int, rows: int) -> np.ndarray:
         """Return the windows (rows, context + 1) of a step as int64; inputs are [:, :-1], targets are [:, 1:]."""
-        return self.rows(np.arange(step * rows, (step + 1) * rows))
+        return self.rows(rows_of_step(step, rows))
 
     def rows(self, numbers: np.ndarray) -> np.ndarray:
         """Return the windows (len(numbers), context + 1) of these rows of the run as int64."""
@@ -60,6 +60,11 @@ class Windows:
     def _order_of_epoch(self, epoch: int) -> np.ndarray:
         size = int(self._size(np.array([epoch]))[0])
         return np.random.default_rng([self.seed, epoch]).permutation(size)
+
+
+def rows_of_step(step: int, rows: int) -> np.ndarray:
+    """Return the numbers of the rows that a step of so many rows reads, counted over the whole run."""
+    return np.arange(step * rows, (step + 1) * rows)
 
 
 def evaluation_windows(

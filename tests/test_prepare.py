@@ -135,7 +135,7 @@ def texts_of(spool: Spool) -> dict[str, list[str]]:
     return {name: [each.text for each in documents(spool.folder, spool.split(name))] for name in SPLITS}
 
 
-@settings(deadline=None, max_examples=30)
+@settings(deadline=None)
 @given(st.lists(st.text("abcde", max_size=4), min_size=60, max_size=150), st.randoms())
 def test_a_document_never_falls_into_two_splits_and_order_changes_nothing(
     texts: list[str], draw: random.Random

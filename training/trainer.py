@@ -7,11 +7,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
-import numpy as np
 import torch
 from torch import Tensor
 
-from data.loader import Windows
+from data.loader import Windows, rows_of_step
 from model.checkpoint import load_weights
 from model.durable import check_folder
 from model.errors import UserError
@@ -100,8 +99,7 @@ class Trainer:
         seed_step(training.seed, step, self.processes.rank)
         lr = learning_rate(step, training.steps, self.config.optimizer)
         self.model.train()
-        numbers = np.arange(step * training.batch_size, (step + 1) * training.batch_size)
-        mine, counted = self.processes.share(numbers)
+        mine, counted = self.processes.share(rows_of_step(step, training.batch_size))
         windows = self.batch(mine)
         inputs, targets = windows[:, :-1], windows[:, 1:].clone()  # the two overlap
         targets[counted:] = IGNORED
