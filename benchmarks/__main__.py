@@ -17,13 +17,14 @@ from benchmarks.decoding_speed import decoding
 from benchmarks.limits import limits
 from benchmarks.plan import Plan
 from benchmarks.processes import revision
-from benchmarks.report import Table, machine
+from benchmarks.report import Table
 from benchmarks.tokenising_speed import tokenising
 from benchmarks.training_speed import training
 from benchmarks.workloads import FOR_A_LAPTOP, ROOT, WORKLOADS, tiny
 from model.durable import write_text
 from model.errors import UserError
 from training.command_line import exit_on_user_error
+from training.machine import machine
 
 TOPICS: dict[str, Callable[[Plan], list[Table]]] = {
     "limits": limits,

@@ -14,13 +14,14 @@ from pathlib import Path
 from tqdm import tqdm
 
 from benchmarks.processes import Process
-from benchmarks.report import Table, machine, percent
+from benchmarks.report import Table, percent
 from benchmarks.workloads import ROOT, Settings
 from model.config import ModelConfig
 from model.durable import write_text
 from model.errors import UserError
 from model.flops import training_flops
 from training.command_line import exit_on_user_error
+from training.machine import machine
 
 WIDTHS, CONTEXTS = (128, 256, 384, 512, 768), (128, 256, 512, 1024, 2048)
 HEAD_DIM, LAYERS, VOCABULARY = 64, 4, 4096

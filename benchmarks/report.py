@@ -1,18 +1,10 @@
-"""Tables in Markdown, and on which machine and versions they were made."""
+"""Tables in Markdown."""
 
-import os
-import platform
-import subprocess
-import time
 from collections.abc import Sequence
-from importlib.metadata import PackageNotFoundError, version
-from pathlib import Path
 from typing import NamedTuple
 
 from benchmarks.rounds import Result, Results, share
-from benchmarks.workloads import ROOT
 
-PACKAGES = ("torch", "transformers", "sentencepiece", "numpy")
 THIS = "this"
 
 
@@ -59,54 +51,3 @@ def against(results: Results, baseline: str | None, name: str) -> list[str]:
 def against_header(baseline: str | None) -> list[str]:
     """Return the title of the column that `against` fills."""
     return [] if baseline is None else [f"times {baseline}"]
-
-
-# --- The machine -----------------------------------------------------------------------------------------------------
-
-
-def machine() -> str:
-    """Say on which machine, with which versions and from which revision figures were made."""
-    import torch
-
-    gpu = f", {torch.cuda.get_device_name()}" if torch.cuda.is_available() else ""
-    versions = ", ".join(f"{name} {_version(name)}" for name in PACKAGES)
-    return (
-        f"Machine: {_processor()}, {os.cpu_count()} cores, {torch.get_num_threads()} threads, {_memory()}{gpu}; "
-        f"{platform.system()} {platform.machine()}. Versions: Python {platform.python_version()}, {versions}. "
-        f"Revision: {_revision()}. {time.strftime('%Y-%m-%d', time.gmtime())}."
-    )
-
-
-def _version(package: str) -> str:
-    try:
-        return version(package)
-    except PackageNotFoundError:
-        return "not installed"
-
-
-def _processor() -> str:
-    """Return the processor's name and what it multiplies fast with, where the system says so."""
-    information = Path("/proc/cpuinfo")
-    if not information.exists():
-        return platform.processor() or platform.machine()
-    fields = dict(line.split(":", 1) for line in information.read_text().splitlines() if ":" in line)
-    named = {name.strip(): value.strip() for name, value in fields.items()}
-    can = [name for name in ("avx2", "avx512f", "avx512_bf16", "amx_bf16") if name in named.get("flags", "").split()]
-    family = f" family {named['cpu family']} model {named['model']}" if "cpu family" in named else ""
-    return f"{named.get('model name', platform.machine())}{family} ({', '.join(can) or 'no AVX'})"
-
-
-def _memory() -> str:
-    if not hasattr(os, "sysconf"):
-        return "memory unknown"
-    return f"{os.sysconf('SC_PAGE_SIZE') * os.sysconf('SC_PHYS_PAGES') / 2**30:.0f} GiB"
-
-
-def _revision() -> str:
-    def git(*arguments: str) -> str:
-        return subprocess.run(["git", *arguments], cwd=ROOT, capture_output=True, text=True, check=True).stdout.strip()
-
-    try:
-        return git("rev-parse", "--short", "HEAD") + (" with changes" if git("status", "--porcelain") else "")
-    except (OSError, subprocess.CalledProcessError):
-        return "unknown"

@@ -11,10 +11,10 @@ import torch
 
 from benchmarks.measured import Measurement
 from benchmarks.measured.training import steps
-from benchmarks.report import machine
 from benchmarks.workloads import WORKLOADS, Settings, with_training
 from model.position import SCHEMES
 from training.command_line import exit_on_user_error
+from training.machine import machine
 
 
 def arguments() -> argparse.Namespace:

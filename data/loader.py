@@ -1,10 +1,19 @@
 """Which windows of a token file are read when: pure functions, so there is no reader whose state could be lost."""
 
 from functools import lru_cache
+from typing import Protocol
 
 import numpy as np
 
 from model.errors import UserError
+
+
+class Rows(Protocol):
+    """What a run trains on: rows of one width, each a pure function of its number."""
+
+    def rows(self, numbers: np.ndarray) -> np.ndarray:
+        """Return these rows of the run as int64."""
+        ...
 
 
 class Windows:

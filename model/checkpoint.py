@@ -13,7 +13,7 @@ from torch import Tensor
 
 from model.config import ModelConfig
 from model.durable import Writer, check_folder, write_folder
-from model.errors import UserError
+from model.errors import NotFinite, UserError
 from model.position.config import SchemeConfig, refuse_changes_of_weights
 from model.transformer import Transformer
 
@@ -52,7 +52,7 @@ def refuse_endless(folder: Path, weights: Mapping[str, Tensor]) -> None:
     """
     for name, weight in weights.items():
         if not weight.isfinite().all():
-            raise UserError(
+            raise NotFinite(
                 f"{folder} is not written: {name} is not finite; checkpoints before it are sound: resume from the last "
                 "one with a lower --optimizer.lr"
             )

@@ -7,3 +7,7 @@ class UserError(ValueError):
     The message names the thing, its value and the way out. Our own invariants use `assert` instead.
     It lives in `model/` because that room imports nothing of ours, so every other room can import it.
     """
+
+
+class NotFinite(UserError):
+    """A training that has left the finite numbers: in a comparison it is a result, not an end."""

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from data.loader import Windows
+from data.loader import Rows, Windows
 
 # A text larger than this stays in the host's memory (its file is mapped), and each step's windows are copied over.
 LARGEST_ON_DEVICE = 2**31  # bytes
@@ -14,15 +14,15 @@ LARGEST_ON_DEVICE = 2**31  # bytes
 Batches = Callable[[np.ndarray], Tensor]
 
 
-def batches(windows: Windows, device: torch.device) -> Batches:
+def batches(windows: Rows, device: torch.device) -> Batches:
     """Return a function from the numbers of rows (B,) to their windows (B, T + 1), int64, on the device.
 
     A GPU would wait for a copy of tokens at every step, so it gets the whole text once and cuts the windows itself;
-    only where they start is sent.
+    only where they start is sent. Rows that are no windows of a text are made on the host.
     """
     if device.type == "cpu":
         return lambda numbers: torch.from_numpy(windows.rows(numbers))
-    if 4 * len(windows.ids) > LARGEST_ON_DEVICE:
+    if not isinstance(windows, Windows) or 4 * len(windows.ids) > LARGEST_ON_DEVICE:
         return lambda numbers: sent(windows.rows(numbers), device)
     ids = torch.from_numpy(windows.ids.astype(np.int32)).to(device)
     return lambda numbers: cut(ids, sent(windows.starts(numbers), device), windows.context)

@@ -72,7 +72,9 @@ class TrainingConfig(Settings):
     eval_every: Count = 200
     """Steps between evaluations; the last step is always evaluated."""
     eval_windows: Count = 64
-    """Validation windows a evaluation reads on the way; the final figures read all of them."""
+    """Validation windows that an evaluation on the way reads."""
+    final_windows: Count | None = None
+    """Validation windows that the final figures read; none: all of them."""
     checkpoint_every: Count = 200
     """Steps between checkpoints; the last step always gets one."""
     keep: Count = 2

@@ -215,7 +215,7 @@ class Run:
         self.hardware: Hardware = trainer.hardware
         context = self.config.model.context
         self.some_windows = evaluation_windows(prepared.validation.ids, context, self.settings.eval_windows)
-        self.all_windows = evaluation_windows(prepared.validation.ids, context, None)
+        self.final_windows = evaluation_windows(prepared.validation.ids, context, self.settings.final_windows)
         self.token_bytes = prepared.tokenizer.token_bytes()
         self.meter = Meter()
         self.final: Evaluation | None = None
@@ -322,14 +322,14 @@ class Run:
         }
 
     def evaluation_row(self) -> dict[str, Any]:
-        """Score the fixed validation windows; after the last step all of them too."""
+        """Score the fixed validation windows; after the last step those of the final figures too."""
         some = self.evaluate(self.some_windows)
         self.progress.say(
             f"step {self.trainer.next_step}: validation loss {some.loss:.4f}, {some.bits_per_byte:.4f} bits per byte"
         )
         row = {"validation_loss": some.loss, "validation_bits_per_byte": some.bits_per_byte}
         if self.trainer.next_step == self.settings.steps:
-            self.final = final = self.evaluate(self.all_windows)
+            self.final = final = self.evaluate(self.final_windows)
             row |= {"final_loss": final.loss, "final_bits_per_byte": final.bits_per_byte}
         return row
 
@@ -375,11 +375,11 @@ class Run:
 
     def conclude(self) -> Evaluation:
         """Say how well the model predicts, where things lie, and what to try next."""
-        final = self.final or self.evaluate(self.all_windows)
+        final = self.final or self.evaluate(self.final_windows)
         folder = self.folder.path
         print(
             f"\nvalidation loss {final.loss:.4f}   perplexity {final.perplexity:.2f}   "
-            f"bits per byte {final.bits_per_byte:.4f}   (all {final.tokens:,} tokens of the validation split)\n"
+            f"bits per byte {final.bits_per_byte:.4f}   ({final.tokens:,} tokens of the validation split)\n"
             f"{self.settings.steps} steps in {clock(self.trainer.seconds)} minutes of training\n\n"
             f"{folder}/checkpoints  weights    {folder}/metrics.jsonl  figures    {folder}/samples.txt  samples\n\n"
             f"try next\n"

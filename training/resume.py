@@ -16,6 +16,7 @@ FREE = {
     "training.log_every",
     "training.eval_every",
     "training.eval_windows",
+    "training.final_windows",
     "training.checkpoint_every",
     "training.keep",
     "training.sample_every",

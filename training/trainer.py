@@ -10,10 +10,10 @@ from typing import Any, NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from data.loader import Windows, rows_of_step
+from data.loader import Rows, rows_of_step
 from model.checkpoint import load_weights
 from model.durable import check_folder
-from model.errors import UserError
+from model.errors import NotFinite, UserError
 from model.transformer import IGNORED, Transformer, token_losses
 from training.batches import batches
 from training.config import Config
@@ -63,11 +63,24 @@ def seed_step(seed: int, step: int, rank: int = 0) -> None:
     torch.manual_seed(int.from_bytes(digest[:8], "little") >> 1)
 
 
-class Trainer:
-    """Model, optimizer and training windows of one run."""
+def next_tokens(windows: Tensor) -> Tensor:
+    """Return the targets (B, T) of windows (B, T + 1): after each token the next one."""
+    return windows[:, 1:].clone()  # inputs and targets overlap
 
-    def __init__(self, config: Config, windows: Windows, hardware: Hardware, processes: Alone = ALONE) -> None:
+
+class Trainer:
+    """Model, optimizer and training windows of one run; `targets_of` says what is learnt from windows (B, T + 1)."""
+
+    def __init__(
+        self,
+        config: Config,
+        windows: Rows,
+        hardware: Hardware,
+        processes: Alone = ALONE,
+        targets_of: Callable[[Tensor], Tensor] = next_tokens,
+    ) -> None:
         self.config, self.windows, self.hardware, self.processes = config, windows, hardware, processes
+        self.targets_of = targets_of
         self.model = Transformer(config.model, config.training.seed).to(hardware.device)
         self.micro_loss = processes.arrange(self.model, self._micro_loss)
         self.parameters = list(self.model.parameters())
@@ -101,7 +114,7 @@ class Trainer:
         self.model.train()
         mine, counted = self.processes.share(rows_of_step(step, training.batch_size))
         windows = self.batch(mine)
-        inputs, targets = windows[:, :-1], windows[:, 1:].clone()  # the two overlap
+        inputs, targets = windows[:, :-1], self.targets_of(windows)
         targets[counted:] = IGNORED
         loss = self.accumulate(inputs, targets)
         self.unread.append(Unread(step, lr, self.update(lr, loss)))
@@ -187,7 +200,7 @@ class Trainer:
         self.skipped_in_a_row = self.skipped_in_a_row + 1 if result.skipped else 0
         limit = MAX_SKIPPED_IN_A_ROW_FP16 if self.scaler.is_enabled() else MAX_SKIPPED_IN_A_ROW
         if self.skipped_in_a_row >= limit:
-            raise UserError(
+            raise NotFinite(
                 f"step {result.step + 1}: {result.culprit} was not finite {limit} times in a row; "
                 "the last checkpoint is sound: resume from it with a lower --optimizer.lr"
             )

@@ -1,0 +1,100 @@
+"""What a dry run tells: the runs of an experiment, and how long they take by a short measurement."""
+
+import time
+from collections.abc import Iterator
+from statistics import median
+
+from data.loader import Windows
+from experiments.campaign import Campaign, hours, settings_of
+from experiments.plan import Run
+from experiments.text import Amount, tokens_read
+from experiments.tuning import Tuned, untuned
+from training.trainer import Trainer
+
+STEPS = 4
+SECONDS_TO_BEGIN = 3.0  # a run's own: building, the last checkpoint, rows
+
+
+def told(campaign: Campaign) -> Iterator[str]:
+    """Yield the lines of a dry run."""
+    plan, experiment = campaign.plan, campaign.plan.experiment
+    tuning = untuned(plan)
+    first = Tuned(plan.grid()[0], (), False)  # until tuning is done, any settings stand for the chosen ones
+    chosen = settings_of({place: found or first for place, found in campaign.tuned().items()})
+    assert chosen is not None
+    measured = plan.measured(chosen)
+    yield f"{campaign.file.name}: {experiment.title}".removesuffix(": ")
+    yield f"hash {campaign.file.digest[:16]}; differences are against {experiment.reference}"
+    for name, arm in experiment.arms.items():
+        yield f"  {name:20} {arm_in_words(arm.changes or {'train': arm.train, **arm.eval})}"
+    todo = [run for run in [*tuning, *measured] if not campaign.is_done(run)]
+    yield f"{len(tuning)} runs of tuning, {len(measured)} runs that are measured: {len(todo)} of them are to be done"
+    yield from resolution(len(experiment.seeds))
+    if todo:
+        yield from estimated(campaign, todo)
+
+
+def arm_in_words(changes: dict[str, object]) -> str:
+    """Return what an arm changes, in a line."""
+    return ", ".join(f"{name}: {value}" for name, value in changes.items()) or "the base as it is"
+
+
+def resolution(seeds: int) -> Iterator[str]:
+    """Say which difference so many seeds can show."""
+    from experiments.statistics import smallest_difference
+
+    if seeds < 2:
+        yield "one seed shows no difference, however large: give at least 2, better 5"
+    else:
+        times = smallest_difference(1.0, seeds)
+        yield (
+            f"{seeds} seeds show differences from {times:.2f} times the standard deviation of a paired difference on "
+            "(80 % power, two-sided .05, before adjustment)"
+        )
+
+
+def estimated(campaign: Campaign, todo: list[Run]) -> Iterator[str]:
+    """Measure a few steps of every arm, and say how long all runs take one after the other."""
+    seconds = {arm: seconds_of_a_run(campaign, run) for arm, run in {run.arm: run for run in todo}.items()}
+    for arm, each in seconds.items():
+        yield f"  {arm:20} about {each:.0f} s a run"
+    total = sum(seconds[run.arm] for run in todo)
+    yield f"about {hours(total)} on {campaign.laboratory.hardware}, one run after the other"
+
+
+def seconds_of_a_run(campaign: Campaign, run: Run) -> float:
+    """Return how long a run takes, evaluation included, from a few steps of it."""
+    training, context = run.config.training, run.config.model.context
+    step = seconds_of_a_step(campaign, run)
+    tokens_a_step = training.batch_size * context
+    # A forward pass is a third of a step.
+    scored = 0 if run.is_tuning else tokens_scored(campaign, context)
+    return SECONDS_TO_BEGIN + step * (training.steps + scored / tokens_a_step / 3)
+
+
+def tokens_scored(campaign: Campaign, context: int) -> int:
+    """Return how many tokens the evaluation of a run reads."""
+    experiment, settings = campaign.plan.experiment, campaign.plan.experiment.evaluation
+    amount = Amount(settings.spans, settings.window_spans, settings.control_every)
+    text = "text" in experiment.measures and experiment.lengths
+    more = tokens_read(experiment.lengths, amount) if text else 0
+    return settings.test_windows * context + more
+
+
+def seconds_of_a_step(campaign: Campaign, run: Run) -> float:
+    """Return the median time of a few steps; the first one warms up."""
+    prepared, config = campaign.laboratory.prepared, run.config
+    if prepared is None:
+        from experiments.tasks import task_windows
+
+        windows = task_windows(config, run.task, campaign.plan.experiment.lengths[0])
+    else:
+        windows = Windows(prepared.train.ids, config.model.context, config.training.seed)
+    trainer = Trainer(config, windows, campaign.laboratory.hardware)
+    return median([_timed(trainer) for _ in range(STEPS)][1:])
+
+
+def _timed(trainer: Trainer) -> float:
+    begin = time.perf_counter()
+    trainer.step()
+    return time.perf_counter() - begin
