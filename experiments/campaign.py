@@ -10,27 +10,27 @@ from typing import NamedTuple
 from tqdm import tqdm
 
 from experiments.config import Changes, ExperimentFile
+from experiments.laboratory import laboratory_of
 from experiments.plan import Plan, Run
-from experiments.run import Laboratory, evaluation_name
+from experiments.rows import evaluation_name
 from experiments.store import Store
 from experiments.tuning import Place, Tuned, publish, tuned_by, untuned
 from model.durable import write_text
 from model.errors import UserError
-from training.config import load
 from training.machine import revision, today
 
 WAIT = 5.0  # seconds between looks at what other shards have done
 
 
 class Shard(NamedTuple):
-    """Which share of the runs is done here: every `count`-th, beginning with number `index`, counted from 1."""
+    """Which share of the runs is done here: every `of_all`-th, beginning with this number, counted from 1."""
 
-    index: int = 1
-    count: int = 1
+    number: int = 1
+    of_all: int = 1
 
     def of(self, runs: Sequence[Run]) -> list[Run]:
         """Return the runs of this share."""
-        return list(runs[self.index - 1 :: self.count])
+        return list(runs[self.number - 1 :: self.of_all])
 
 
 def shard_from(word: str) -> Shard:
@@ -46,7 +46,7 @@ class Campaign:
 
     def __init__(self, file: ExperimentFile, store: Store, out: Path) -> None:
         self.file, self.store, self.out = file, store, out
-        self.laboratory = Laboratory(load(file.base), store, bool(file.experiment.tasks))
+        self.laboratory = laboratory_of(file, store)
         self.plan = Plan(file, self.laboratory.facts)
 
     def declare(self) -> None:
@@ -111,11 +111,11 @@ class Campaign:
             return f"diverged ({row['why']})"
         if not run.is_tuning:
             for scheme in self.plan.evaluated_as(run).values():
-                self.laboratory.measure(run, scheme, self.plan.experiment)
+                self.laboratory.measure(run, scheme)
         return f"validation loss {row['validation_loss']:.4f}"
 
     def _wait(self, shard: Shard) -> None:
-        assert shard.count > 1, "one shard does all tuning runs, so none can be left"
+        assert shard.of_all > 1, "one shard does all tuning runs, so none can be left"
         left = sum(self.store.row(run.key) is None for run in untuned(self.plan))
         print(f"waiting for {left} tuning runs of other shards", flush=True)
         time.sleep(WAIT)

@@ -7,7 +7,7 @@ from typing import Any
 from experiments.campaign import Campaign
 from experiments.plan import Run, configured
 from experiments.results import ArmFacts, Check, Diverged, Measurement, Results, Sample
-from experiments.run import evaluation_name
+from experiments.rows import evaluation_name
 from experiments.store import Row
 from experiments.tuning import Tuned
 from training.config import load
@@ -87,16 +87,16 @@ def _facts(campaign: Campaign, arm: str, tuned: dict[Any, Tuned | None], trained
 
 def _measurements(trained: Trained, evaluated: Evaluated) -> Iterator[Measurement]:
     for run, row in trained:
-        place = {"arm": run.arm, "seed": run.seed, "task": run.task}
-        for measure in ("validation_loss", "validation_bits_per_byte", "tokens_per_second"):
-            if measure in row:
-                yield Measurement(measure=measure, value=row[measure], **place)
-        yield Measurement(measure="training_seconds", value=row["seconds"], **place)
+        for name in sorted(
+            row.keys() & {"validation_loss", "validation_bits_per_byte", "tokens_per_second", "seconds"}
+        ):
+            measure = "training_seconds" if name == "seconds" else name
+            yield Measurement(run.arm, run.seed, measure, row[name], task=run.task)
         for tokens, loss in row["curve"]:
-            yield Measurement(measure="validation_curve", value=loss, x=tokens, **place)
+            yield Measurement(run.arm, run.seed, "validation_curve", loss, x=tokens, task=run.task)
     for (arm, task, seed), row in evaluated.items():
         for found in row["measurements"]:
-            yield Measurement(**{"arm": arm, "seed": seed, "task": task} | found)
+            yield Measurement(**{**found, "arm": arm, "seed": seed, "task": task})
 
 
 def _samples(evaluated: Evaluated) -> Iterator[Sample]:

@@ -18,6 +18,7 @@ from experiments.plan import Run
 from experiments.store import Store
 from experiments.tuning import untuned
 from model.errors import UserError
+from training.config import load
 from training.loop import Interrupted, stop_requested
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -51,7 +52,7 @@ def report(campaign: Campaign, arguments: Any) -> None:
     if arguments.wandb != "off":
         from experiments.send import send
 
-        send(results, arguments.wandb)
+        send(results, load(campaign.file.base), arguments.wandb, campaign.out / "figures")
     missing = f", without {len(results.missing)} runs that are not finished" if results.missing else ""
     print(f"report    {campaign.out / 'report.html'}{missing}")
 
@@ -96,8 +97,8 @@ def start_shards(campaign: Campaign, arguments: Any, shards: list[dict[str, str]
 
 def _shard(campaign: Campaign, arguments: Any, shard: Shard, environment: dict[str, str]) -> subprocess.Popen[bytes]:
     command = [sys.executable, str(ROOT / "compare.py"), str(campaign.file.path), "--store", arguments.store]
-    command += ["--out", str(campaign.out), "--shard", f"{shard.index}/{shard.count}", "--no-report"]
-    with shard_log(campaign, shard.index).open("w", encoding="utf-8") as log:
+    command += ["--out", str(campaign.out), "--shard", f"{shard.number}/{shard.of_all}", "--no-report"]
+    with shard_log(campaign, shard.number).open("w", encoding="utf-8") as log:
         # A session of its own: Ctrl-C reaches this process alone, which passes it on once.
         return subprocess.Popen(
             command, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True

@@ -65,7 +65,7 @@ class Evaluation(Settings):
     """Of these stretches, how many are also read as windows without overlap."""
     control_every: Count = 8
     """Of the targets of a span, every so many is also scored with exactly the training length before it."""
-    inside_windows: Count = 32
+    inside_windows: Annotated[int, Field(ge=2)] = 32
     """Windows that the measures inside the model read."""
     task_examples: Count = 256
     """Strings of a task that are tried at each length."""

@@ -4,11 +4,12 @@ import time
 from collections.abc import Iterator
 from statistics import median
 
-from data.loader import Windows
+from data.loader import Rows
 from experiments.campaign import Campaign, hours, settings_of
 from experiments.plan import Run
 from experiments.text import Amount, tokens_read
 from experiments.tuning import Tuned, untuned
+from training.config import Config
 from training.trainer import Trainer
 
 STEPS = 4
@@ -64,8 +65,9 @@ def estimated(campaign: Campaign, todo: list[Run]) -> Iterator[str]:
 
 def seconds_of_a_run(campaign: Campaign, run: Run) -> float:
     """Return how long a run takes, evaluation included, from a few steps of it."""
-    training, context = run.config.training, run.config.model.context
-    step = seconds_of_a_step(campaign, run)
+    config, rows = campaign.laboratory.rows_read(run)
+    training, context = config.training, config.model.context
+    step = seconds_of_a_step(campaign, config, rows)
     tokens_a_step = training.batch_size * context
     # A forward pass is a third of a step.
     scored = 0 if run.is_tuning else tokens_scored(campaign, context)
@@ -75,22 +77,16 @@ def seconds_of_a_run(campaign: Campaign, run: Run) -> float:
 def tokens_scored(campaign: Campaign, context: int) -> int:
     """Return how many tokens the evaluation of a run reads."""
     experiment, settings = campaign.plan.experiment, campaign.plan.experiment.evaluation
+    if experiment.tasks:
+        return settings.task_examples * sum(experiment.lengths) * context // experiment.lengths[0]
     amount = Amount(settings.spans, settings.window_spans, settings.control_every)
-    text = "text" in experiment.measures and experiment.lengths
-    more = tokens_read(experiment.lengths, amount) if text else 0
-    return settings.test_windows * context + more
+    further = tokens_read(experiment.lengths, amount) if "text" in experiment.measures else 0
+    return settings.test_windows * context + further
 
 
-def seconds_of_a_step(campaign: Campaign, run: Run) -> float:
+def seconds_of_a_step(campaign: Campaign, config: Config, rows: Rows) -> float:
     """Return the median time of a few steps; the first one warms up."""
-    prepared, config = campaign.laboratory.prepared, run.config
-    if prepared is None:
-        from experiments.tasks import task_windows
-
-        windows = task_windows(config, run.task, campaign.plan.experiment.lengths[0])
-    else:
-        windows = Windows(prepared.train.ids, config.model.context, config.training.seed)
-    trainer = Trainer(config, windows, campaign.laboratory.hardware)
+    trainer = Trainer(config, rows, campaign.laboratory.hardware)
     return median([_timed(trainer) for _ in range(STEPS)][1:])
 
 

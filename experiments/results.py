@@ -18,7 +18,7 @@ class Measurement(NamedTuple):
     layer: int | None = None
     head: int | None = None
     task: str = ""
-    count: int | None = None  # scored tokens, or examples
+    count: int | None = None  # type: ignore[assignment]  # scored tokens, or examples
 
 
 class Trial(NamedTuple):

@@ -1,8 +1,9 @@
 """How well a model predicts text at several lengths, with the same target tokens at each.
 
-A span is a stretch of test text as long as the longest length, and the token behind it. Its targets are the last half
-training length of tokens: at every length the model reads just the tokens that end there, from position 0 on, so a
-longer text gains nothing from having fewer early tokens (Press et al., 2022, call that the early token curse).
+A span is a stretch of test text as long as the longest length (at least 1.5 training lengths), and the token behind it.
+Its targets are the last half training length of tokens: at every length the model reads just the tokens that end there,
+from position 0 on, so a longer text gains nothing from having fewer early tokens (Press et al., 2022, call that the
+early token curse).
 """
 
 from collections.abc import Iterator
@@ -28,7 +29,7 @@ class Found(NamedTuple):
     measure: str
     value: float | None
     length: int
-    count: int
+    count: int  # type: ignore[assignment]  # hides tuple.count
     x: float | None = None
 
 
@@ -51,8 +52,10 @@ def text_measures(
     each.
     """
     trained, longest = lengths[0], max(lengths)
-    texts = evaluation_windows(ids, longest, amount.spans, "test")
-    fewer = evaluation_windows(ids, longest, amount.window_spans, "test")
+    # Every target needs the training length before it, for the control.
+    span = max(longest, trained + trained // 2)
+    texts = evaluation_windows(ids, span, amount.spans, "test")
+    fewer = evaluation_windows(ids, span, amount.window_spans, "test")
     losses = partial(losses_of, model, hardware=hardware)
     subset = slice(amount.control_every - 1, None, amount.control_every)
     for length in lengths:
@@ -61,7 +64,7 @@ def text_measures(
                 yield Found(measure, None, length, 0)
             continue
         last = None if length == longest else trained // 2
-        read = losses(texts[:, longest - length :], last=last)
+        read = losses(texts[:, span - length :], last=last)
         yield from binned("by_position_loss", read, length) if last is None else ()
         by_target = read[:, -(trained // 2) :]
         yield mean_of("same_targets_loss", by_target, length)

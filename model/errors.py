@@ -9,5 +9,5 @@ class UserError(ValueError):
     """
 
 
-class NotFinite(UserError):
+class NotFinite(UserError):  # noqa: N818 - a result, in a comparison
     """A training that has left the finite numbers: in a comparison it is a result, not an end."""

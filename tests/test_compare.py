@@ -1,0 +1,288 @@
+"""Whole experiments on a small text: what is trained, reused, gone on with, and found unfair."""
+
+import json
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+import compare
+from experiments.campaign import Campaign, Shard
+from experiments.collect import collected
+from experiments.config import read_experiment
+from experiments.send import send
+from experiments.store import Store
+from tests.test_run import ROOT
+from training.config import load, to_yaml
+from training.trainer import Trainer
+
+ARMS = """
+  learned: {model.position: learned}
+  rope: {model.position: rope}
+  rope-linear: {train: rope, eval: {model.position.scaling: linear}}
+"""
+FIELDS = {
+    "base": "base.yaml", "reference": "learned", "lengths": "[24, 48]", "seeds": "[0, 1]",
+    "evaluation": "{test_windows: 8, spans: 3, window_spans: 2, control_every: 4, prompt: the, sample_tokens: 4}",
+}  # fmt: skip
+
+
+@pytest.fixture
+def experiment(settings, tmp_path):
+    """Return a function that writes an experiment of tiny runs and returns its campaign."""
+
+    def of(arms=ARMS, **fields):
+        settings["training"] |= {"steps": 4, "batch_size": 4}
+        (tmp_path / "base.yaml").write_text(to_yaml(load(None, settings)))
+        lines = [f"{name}: {value}\n" for name, value in (FIELDS | fields).items()]
+        (tmp_path / "x.yaml").write_text("".join(lines) + f"arms:{arms}")
+        file = read_experiment(tmp_path / "x.yaml")
+        return Campaign(file, Store(tmp_path / "store"), tmp_path / "out")
+
+    return of
+
+
+def results(campaign):
+    return collected(campaign, "the command")
+
+
+def values(campaign, measure, **where):
+    found = [m for m in results(campaign).measurements if m.measure == measure]
+    return {(m.arm, m.seed): m.value for m in found if all(getattr(m, name) == want for name, want in where.items())}
+
+
+def trained(monkeypatch):
+    """Count the steps that are taken from here on."""
+    steps = []
+    real = Trainer.advance
+    monkeypatch.setattr(Trainer, "advance", lambda self: steps.append(self.next_step) or real(self))
+    return steps
+
+
+def test_an_experiment_trains_measures_and_is_not_trained_again(experiment, monkeypatch):
+    campaign = experiment()
+    steps = trained(monkeypatch)
+    campaign.go(Shard())
+    assert len(steps) == 2 * 2 * 4
+    first = results(campaign)
+    assert first.missing == ()
+    assert {(m.arm, m.seed) for m in first.measurements} == {
+        (a, s) for a in ("learned", "rope", "rope-linear") for s in (0, 1)
+    }
+    assert all(check.holds in (True, None) or "third" in check.name for check in first.checks)
+    again = experiment()
+    again.go(Shard())
+    assert len(steps) == 2 * 2 * 4
+    assert results(again) == first
+
+
+def test_a_learned_table_is_undefined_beyond_its_length_and_scaling_changes_evaluation_alone(experiment):
+    campaign = experiment()
+    campaign.go(Shard())
+    beyond = values(campaign, "same_targets_loss", length=48)
+    assert beyond["learned", 0] is None
+    assert beyond["rope", 0] != beyond["rope-linear", 0]
+    within = values(campaign, "same_targets_loss", length=24)
+    assert within["rope", 0] == within["rope-linear", 0]
+    assert values(campaign, "validation_loss").keys() == {("learned", 0), ("learned", 1), ("rope", 0), ("rope", 1)}
+
+
+def test_the_same_scheme_under_two_names_is_trained_twice_and_comes_out_exactly_equal(experiment, monkeypatch):
+    arms = "\n  learned: {model.position: learned}\n  twin: {model.position: {kind: learned, layers: first}}\n"
+    campaign = experiment(arms=arms, key_by_name="true", lengths="[24]")
+    steps = trained(monkeypatch)
+    campaign.go(Shard())
+    assert len(steps) == 2 * 2 * 4
+    for measure in ("test_loss", "validation_loss", "control_loss"):
+        found = values(campaign, measure)
+        assert [found["twin", seed] - found["learned", seed] for seed in (0, 1)] == [0.0, 0.0]
+
+
+def test_a_killed_experiment_goes_on_and_ends_with_the_same_figures(experiment, monkeypatch, tmp_path):
+    campaign = experiment()
+    real, steps = Trainer.advance, []
+
+    def dying(self):
+        steps.append(1)
+        if len(steps) == 7:
+            raise SystemError("killed")
+        return real(self)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Trainer, "advance", dying)
+        with pytest.raises(SystemError):
+            campaign.go(Shard())
+    assert results(campaign).missing
+    campaign.go(Shard())
+    interrupted = results(campaign)
+    (tmp_path / "store").rename(tmp_path / "old")
+    campaign.go(Shard())
+    clocks = ("tokens_per_second", "training_seconds")
+    assert interrupted.missing == ()
+    assert [m for m in interrupted.measurements if m.measure not in clocks] == [
+        m for m in results(campaign).measurements if m.measure not in clocks
+    ]
+
+
+def test_rows_that_came_from_elsewhere_count_as_finished_runs(experiment, monkeypatch, tmp_path):
+    campaign = experiment()
+    campaign.go(Shard())
+    figures = results(campaign).measurements
+    (tmp_path / "store" / "rows").rename(tmp_path / "committed")
+    steps = trained(monkeypatch)
+    other = Campaign(campaign.file, Store(tmp_path / "empty", (tmp_path / "committed",)), tmp_path / "out")
+    other.go(Shard())
+    assert steps == []
+    assert results(other).measurements == figures
+
+
+def test_a_row_without_the_weights_is_trained_again_where_something_new_is_measured(experiment, monkeypatch, tmp_path):
+    experiment().go(Shard())
+    (tmp_path / "store" / "rows").rename(tmp_path / "committed")
+    campaign = experiment(lengths="[24, 36]", arms="\n  learned: {model.position: learned}\n", seeds="[1]")
+    other = Campaign(campaign.file, Store(tmp_path / "empty", (tmp_path / "committed",)), tmp_path / "out")
+    steps = trained(monkeypatch)
+    other.go(Shard())
+    assert len(steps) == 4
+    assert results(other).missing == ()
+
+
+def test_tuning_picks_each_arms_best_rate_on_seeds_of_its_own(experiment, tmp_path):
+    campaign = experiment(tune="{optimizer.lr: [1.0e-3, 1.0e-2, 2.0e-2], seeds: [100]}", seeds="[0]")
+    campaign.go(Shard())
+    found = results(campaign)
+    assert len(found.trials) == 6
+    for arm in ("learned", "rope"):
+        losses = {trial.settings["optimizer.lr"]: trial.loss for trial in found.trials if trial.arm == arm}
+        settings = next(facts.settings for facts in found.arms if facts.name == arm)
+        assert settings == {"optimizer.lr": min(losses, key=losses.get)}
+        assert losses[1e-3] == max(losses.values())
+    assert (tmp_path / "out" / "tuned.yaml").is_file()
+
+
+def test_a_diverged_run_is_listed_and_the_others_go_on(experiment):
+    arms = ARMS + "  wild: {model.position: nope, optimizer.lr: 1.0e+8, optimizer.clip_norm: 0}\n"
+    campaign = experiment(arms=arms)
+    campaign.go(Shard())
+    found = results(campaign)
+    assert {(each.arm, each.seed) for each in found.diverged} == {("wild", 0), ("wild", 1)}
+    assert not [m for m in found.measurements if m.arm == "wild"]
+    assert found.missing == ()
+
+
+def checks_of(campaign):
+    return {check.name: check for check in results(campaign).checks}
+
+
+@pytest.mark.parametrize(
+    ("spoil", "name"),
+    [
+        ({"hashes": {"weights": "x", "windows": "x"}}, "Equal seeds start from bitwise equal shared weights"),
+        ({"hashes": {"weights": "x", "windows": "x"}}, "Equal seeds read the same windows in the same order"),
+        ({"tokens": 1}, "Equal numbers of tokens in training"),
+        ({"precision": "bf16"}, "Equal precision"),
+        ({"seconds": 1e-9}, "Evaluation takes at most a third of the training time"),
+    ],
+)
+def test_an_unfair_run_is_noticed(experiment, spoil, name, tmp_path):
+    campaign = experiment()
+    campaign.go(Shard())
+    if "seconds" not in spoil:
+        assert checks_of(campaign)[name].holds
+    run = campaign.measured()[0]
+    campaign.store.keep(run.key, campaign.store.row(run.key) | spoil)
+    assert checks_of(campaign)[name].holds is False
+
+
+def test_an_experiment_that_was_changed_after_its_first_run_says_so(experiment):
+    experiment(seeds="[0]").go(Shard())
+    name = "The experiment was declared before its first run"
+    assert checks_of(experiment(seeds="[0]"))[name].holds
+    changed = experiment(seeds="[0, 1]")
+    changed.declare()
+    assert checks_of(changed)[name].holds is False
+
+
+def test_equal_seeds_share_weights_and_windows_and_other_seeds_do_not(experiment):
+    campaign = experiment()
+    campaign.go(Shard())
+    rows = {(run.arm, run.seed): campaign.store.row(run.key)["hashes"] for run in campaign.measured()}
+    assert rows["learned", 0] == rows["rope", 0] != rows["rope", 1] == rows["learned", 1]
+    assert len({rows[arm, seed]["weights"] for arm, seed in rows}) == 2
+
+
+def test_two_shards_do_the_work_of_one(experiment, monkeypatch):
+    steps = trained(monkeypatch)
+    experiment().go(Shard(1, 2))
+    assert len(steps) == 2 * 4
+    assert len(results(experiment()).missing) == 4
+    experiment().go(Shard(2, 2))
+    assert len(steps) == 4 * 4
+    assert results(experiment()).missing == ()
+
+
+def test_wandb_gets_the_figures_of_the_report(experiment, tmp_path):
+    campaign = experiment()
+    campaign.go(Shard())
+    send(results(campaign), load(tmp_path / "base.yaml"), "offline", tmp_path / "figures")
+    rows = [json.loads(line) for line in (tmp_path / "figures" / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [0, 1]
+    loss = values(campaign, "same_targets_loss", length=48)["rope", 1]
+    assert rows[1]["rope/same_targets_loss@48"] == loss
+    assert "learned/same_targets_loss@48" not in rows[1]
+    assert list((tmp_path / "figures" / "wandb").glob("offline-run-*"))
+
+
+# --- The command ---
+
+
+def called(tmp_path, *flags):
+    command = [sys.executable, "compare.py", str(tmp_path / "x.yaml"), "--store", str(tmp_path / "store")]
+    return [*command, "--out", str(tmp_path / "out"), *flags]
+
+
+def test_a_dry_run_tells_the_plan_and_the_time_and_trains_nothing(experiment, tmp_path, monkeypatch, capsys):
+    experiment(tune="{optimizer.lr: [1.0e-3, 2.0e-3]}")
+    monkeypatch.setattr("sys.argv", called(tmp_path, "--dry-run")[1:])
+    compare.main()
+    out = capsys.readouterr().out
+    assert "4 runs of tuning, 4 runs that are measured: 8 of them are to be done" in out
+    assert re.search(r"about \d+ min on cpu", out)
+    assert "times the standard deviation of a paired difference" in out
+    assert not (tmp_path / "store").exists()
+    assert not (tmp_path / "out").exists()
+
+
+def test_workers_share_an_experiment_ctrl_c_saves_and_the_same_command_ends_it(experiment, tmp_path):
+    campaign = experiment(tune="{optimizer.lr: [1.0e-3, 2.0e-3]}", lengths="[24, 48]")
+    command = called(tmp_path, "--workers", "2")
+    process = subprocess.Popen(command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    deadline = time.monotonic() + 120
+    while not list((tmp_path / "store" / "rows").glob("*.json")):
+        assert process.poll() is None, process.communicate()
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    process.send_signal(signal.SIGINT)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 130, out + err
+    assert "the same command goes on" in err
+    assert "Traceback" not in err
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 0, done.stderr
+    assert results(campaign).missing == ()
+    assert (tmp_path / "out" / "report.html").is_file()
+
+
+@pytest.mark.parametrize(
+    "flags", [["--workers", "2", "--shard", "1/2"], ["--gpus", "a"], ["--shard", "3/2"], ["--workers", "0"]]
+)
+def test_a_mistake_on_the_command_line_has_status_2_and_no_traceback(experiment, tmp_path, flags, monkeypatch, capsys):
+    experiment()
+    monkeypatch.setattr("sys.argv", called(tmp_path, *flags)[1:])
+    with pytest.raises(SystemExit) as end:
+        compare.main()
+    assert end.value.code == 2
+    assert "Traceback" not in capsys.readouterr().err
