@@ -203,6 +203,15 @@ def test_a_trainer_state_that_is_none_is_refused_in_words(tmp_path, content):
         read_state(tmp_path / "trainer.pt", torch.device("cpu"))
 
 
+def test_a_trainer_state_that_lacks_something_is_refused_with_its_name(tmp_path):
+    trainer = trainer_on_text()
+    state = {name: value for name, value in trainer.state().items() if name != "next_step"}
+    files = {"trainer.pt": lambda path: torch.save(state, path)}
+    save_model(tmp_path / "a", trainer.model, config_yaml(trainer.model), b"", files)
+    with pytest.raises(UserError, match=r"trainer.pt lacks next_step: this checkpoint is damaged"):
+        trainer.restore(tmp_path / "a")
+
+
 @pytest.mark.parametrize("precision", ["fp32", "fp16"])
 def test_the_state_of_a_run_loads_safely_and_is_restored(tmp_path, precision):
     trainer = trainer_on_text(precision=precision)

@@ -10,6 +10,7 @@ from experiments.plan import Facts, Plan, count
 from experiments.results import Trial
 from experiments.tuning import at_edge, chosen, publish, read_published, tuned_by, untuned
 from model.errors import UserError
+from tests.test_run import ROOT
 
 BASE = "model: {n_layers: 2, d_model: 32, n_heads: 4, context: 24}\ndata: {vocab_size: 300}\ntraining: {steps: 6}\n"
 ARMS = """
@@ -136,6 +137,17 @@ def test_an_arm_that_would_change_weights_after_training_is_refused(tmp_path):
     plan = plan_of(tmp_path, arms=arms)
     with pytest.raises(UserError, match="keeps its fraction"):
         plan.evaluated_as(plan.run("rope", 0, {}))
+
+
+EXPERIMENTS = [file for file in (ROOT / "configs/compare").glob("*.yaml") if "arms:" in file.read_text()]
+
+
+@pytest.mark.parametrize("file", EXPERIMENTS, ids=lambda file: file.stem)
+def test_every_shipped_experiment_can_be_planned(file):
+    plan = Plan(read_experiment(file), FACTS._replace(vocabulary=1024))
+    runs = plan.measured({(arm, task): {} for arm in plan.trained for task in plan.tasks})
+    assert {arm for run in runs for arm in plan.evaluated_as(run)} == set(plan.experiment.arms)
+    assert len(plan.tuning()) == len({run.key for run in plan.tuning()})
 
 
 # --- Tuning ---

@@ -7,7 +7,9 @@ import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
+import compare
 import data.prepare
 import generate
 import train
@@ -28,10 +30,11 @@ def python_commands(script):
 
 
 def test_the_readme_has_commands_of_each_kind_and_no_other():
-    known = ("make ", "python train.py", "python generate.py", "python -m model.position", *SET_UP)
+    known = ("make ", "python train.py", "python generate.py", "python compare.py", "python -m model.position", *SET_UP)
     assert all(command.startswith(known) for command in COMMANDS)
     assert len(python_commands("train.py")) >= 5
     assert len(python_commands("generate.py")) >= 2
+    assert len(python_commands("compare.py")) >= 2
 
 
 @pytest.mark.parametrize("command", sorted({command for command in COMMANDS if command.startswith("make ")}))
@@ -74,6 +77,31 @@ def test_each_sampling_command_samples(command, settings, tmp_path, monkeypatch,
     assert prompt in out
 
 
+def small_experiment(file, corpus, folder):
+    """The same experiment on a small text: two seeds, three steps a run."""
+    tree = yaml.safe_load(file.read_text()) | {"base": "small.yaml", "seeds": [0, 1], "lengths": [24, 36]}
+    tree |= {"evaluation": {"test_windows": 4, "spans": 2, "window_spans": 1, "control_every": 4, "sample_tokens": 4}}
+    tree.pop("tune", None)
+    small = {"context": 24, "n_layers": 1, "n_heads": 2, "d_model": 16}
+    text = {"corpus": {"kind": "files", "paths": [str(corpus)]}, "vocab_size": 300, "folder": str(corpus / "p")}
+    steps = {"steps": 3, "batch_size": 2, "eval_windows": 1}
+    (folder / "small.yaml").write_text(yaml.safe_dump({"model": small, "data": text, "training": steps}))
+    (folder / file.name).write_text(yaml.safe_dump(tree))
+    return folder / file.name
+
+
+@pytest.mark.parametrize("command", python_commands("compare.py"))
+def test_each_comparing_command_compares(command, corpus, tmp_path, monkeypatch, capsys):
+    words = shlex.split(command)[1:]
+    file = small_experiment(ROOT / words[1], corpus, tmp_path)
+    place = ["--store", str(tmp_path / "store"), "--out", str(tmp_path / "out")]
+    monkeypatch.setattr("sys.argv", [words[0], str(file), *words[2:], *place])
+    compare.main()
+    is_plan = "--dry-run" in words
+    assert ("are to be done" if is_plan else "report.html") in capsys.readouterr().out
+    assert (tmp_path / "out" / "report.html").exists() != is_plan
+
+
 def test_the_table_of_schemes_can_be_printed():
     command = [sys.executable, "-m", "model.position"]
     assert "Su et al., 2021" in subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=True).stdout
@@ -87,6 +115,6 @@ def test_the_corpus_can_be_prepared_alone(corpus, tmp_path, monkeypatch, capsys)
 
 
 def test_every_file_that_the_readme_names_is_there():
-    names = re.findall(r"`((?:configs|model|data|training|tests)/[\w/.]+\.\w+)`", README)
+    names = re.findall(r"`((?:configs|model|data|training|experiments|tests)/[\w/.]+\.\w+)`", README)
     assert names
     assert all(Path(ROOT / name).exists() for name in names)

@@ -26,6 +26,7 @@ Result = TypeVar("Result")
 OptimizerState = dict[int, dict[str, Any]]
 
 STATE = "trainer.pt"
+COUNTERS = ("next_step", "skipped", "skipped_in_a_row", "best_loss", "seconds", "data_digest")
 MAX_SKIPPED_IN_A_ROW = 5
 # float16 starts with a loss scale of 65536 and halves it at each overflow: some skipped steps are normal.
 MAX_SKIPPED_IN_A_ROW_FP16 = 20
@@ -230,12 +231,14 @@ class Trainer:
         check_folder(folder)
         self.take_weights(lambda model: load_weights(model, folder))
         state = read_state(folder / STATE, torch.device("cpu"))
+        if lacking := [name for name in ("optimizer", "scaler", *COUNTERS) if name not in state]:
+            raise UserError(f"{folder / STATE} lacks {', '.join(lacking)}: this checkpoint is damaged, use another one")
         parameters = [p for group in self.optimizer.param_groups for p in group["params"]]
         parts = each_tensor(state["optimizer"]["state"], lambda number, v: self.processes.part(v, parameters[number]))
         self.optimizer.load_state_dict({**state["optimizer"], "state": parts})
         if self.scaler.is_enabled() and state["scaler"]:
             self.scaler.load_state_dict(state["scaler"])
-        for name in ("next_step", "skipped", "skipped_in_a_row", "best_loss", "seconds", "data_digest"):
+        for name in COUNTERS:
             setattr(self, name, state[name])
         self.best_step = state.get("best_step")  # older states do not know it
 
