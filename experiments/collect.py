@@ -141,8 +141,8 @@ def checks(
     yield declared_alone(campaign)
     yield same_within_seeds("windows", "Equal seeds read the same windows in the same order", trained)
     yield same_within_seeds("weights", "Equal seeds start from bitwise equal shared weights", same_trunks(trained))
-    yield the_same("Equal numbers of tokens in training", {run.label: row["tokens"] for run, row in trained})
-    yield the_same("Equal precision", {run.label: row["precision"] for run, row in trained})
+    yield the_same("Equal numbers of tokens in training", "tokens", trained)
+    yield the_same("Equal precision", "precision", trained)
     yield same_targets(evaluated)
     yield short_evaluation(trained, evaluated)
     yield inside_the_grid(tuned)
@@ -184,10 +184,13 @@ def same_within_seeds(what: str, name: str, trained: Trained) -> Check:
     return Check(name, not different if trained else None, detail)
 
 
-def the_same(name: str, values: dict[str, Any]) -> Check:
-    """Say whether all runs have one value."""
-    found = sorted({str(value) for value in values.values()})
-    return Check(name, len(found) == 1 if found else None, ", ".join(found))
+def the_same(name: str, what: str, trained: Trained) -> Check:
+    """Say whether all runs on one text or task have one value."""
+    found: dict[str, set[str]] = defaultdict(set)
+    for run, row in trained:
+        found[run.task].add(f"{row[what]:,}" if isinstance(row[what], int) else row[what])
+    detail = "; ".join(": ".join(filter(None, [task, ", ".join(sorted(values))])) for task, values in found.items())
+    return Check(name, all(len(values) == 1 for values in found.values()) if found else None, detail)
 
 
 def same_targets(evaluated: Evaluated) -> Check:

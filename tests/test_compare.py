@@ -224,6 +224,31 @@ def test_two_shards_do_the_work_of_one(experiment, monkeypatch):
     assert results(experiment()).missing == ()
 
 
+def test_arms_are_compared_on_tasks_one_by_one(experiment, monkeypatch):
+    campaign = experiment(
+        tasks="[copy, recall]", lengths="[6, 12]", seeds="[0]", tune="{optimizer.lr: [1.0e-3, 1.0e-2, 2.0e-2]}"
+    )
+    steps = trained(monkeypatch)
+    campaign.go(Shard())
+    assert len(steps) == 2 * 2 * (3 + 1) * 4
+    found = results(campaign)
+    assert found.missing == ()
+    rows = {(m.arm, m.task, m.length): m.value for m in found.measurements if m.measure == "task_token_accuracy"}
+    assert set(rows) == {
+        (a, t, n) for a in ("learned", "rope", "rope-linear") for t in ("copy", "recall") for n in (6, 12)
+    }
+    assert rows["learned", "copy", 12] is None
+    assert 0 <= rows["rope", "copy", 12] <= 1
+    assert {(trial.arm, trial.task) for trial in found.trials} == {
+        (a, t) for a in ("learned", "rope") for t in ("copy", "recall")
+    }
+    assert all(
+        check.holds in (True, None) for check in found.checks if "third" not in check.name and "edge" not in check.name
+    )
+    campaign.go(Shard())
+    assert len(steps) == 2 * 2 * (3 + 1) * 4
+
+
 def test_wandb_gets_the_figures_of_the_report(experiment, tmp_path):
     campaign = experiment()
     campaign.go(Shard())

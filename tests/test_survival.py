@@ -275,6 +275,7 @@ def failing(folder: Path, number: int, for_good: bool) -> Iterator[None]:
 
 
 def done_by(settings, folder):
+    prepare(load(None, settings).data)  # removes folders of its own, which are not the run's
     with pytest.MonkeyPatch.context() as patch:
         done = watch(patch, folder, lambda number, what: None)
         run(folder, settings)
