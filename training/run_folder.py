@@ -151,7 +151,7 @@ class RunFolder:
     def _remove_remains(self) -> None:
         remove_remains(self.checkpoints)
         # Not those of wandb.json: the process that sends may outlive a killed run for a while, and still write.
-        for path in (self.config, self.metrics, self.samples):
+        for path in (self.config, self.metrics, self.samples, self.tokenizer):
             remove_remains(self.path, path.name)
 
     def create(self) -> None:
