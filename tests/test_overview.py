@@ -174,7 +174,7 @@ def test_without_matplotlib_one_line_says_how_to_get_it(tmp_path, monkeypatch, c
     with pytest.raises(SystemExit) as stop:
         main(["--plot", str(tmp_path)])
     assert stop.value.code == 2
-    assert capsys.readouterr().err == '--plot needs matplotlib: pip install matplotlib\n'
+    assert capsys.readouterr().err == "--plot needs matplotlib: pip install matplotlib\n"
 
 
 def test_a_file_in_the_place_of_the_folder_is_told_in_one_line(tmp_path, capsys):

@@ -59,7 +59,7 @@ def drawing() -> Callable[..., list[Path]]:
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
-        raise UserError('--plot needs matplotlib: pip install matplotlib') from None
+        raise UserError("--plot needs matplotlib: pip install matplotlib") from None
     return draw_all
 
 
