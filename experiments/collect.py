@@ -157,7 +157,9 @@ def declared_alone(campaign: Campaign) -> Check:
     for name, arm in plan.trained.items():
         now = flat(configured(campaign.file, name, 0, {}))
         changed = {key for key in now.keys() | base.keys() if now.get(key) != base.get(key)} - free
-        undeclared += [f"{name}: {key}" for key in changed if not any(key.startswith(word) for word in arm.changes)]
+        undeclared += [
+            f"{name}: {key}" for key in changed if not any(f"{key}.".startswith(f"{word}.") for word in arm.changes)
+        ]
     detail = (
         f"undeclared: {', '.join(undeclared)}" if undeclared else f"{len(plan.trained)} arms, and the tuned settings"
     )

@@ -17,6 +17,7 @@ from torch import Tensor
 
 from data.tasks import FEW_STRINGS, MARK, PAD, VOCAB_SIZE, Chance, TaskWindows, chance, find_task, held_out
 from experiments.results import Measurement
+from experiments.text import reaches
 from model.checkpoint import save_model
 from model.config import ModelConfig
 from model.errors import NotFinite, UserError
@@ -229,12 +230,6 @@ def _score_at(model: Transformer, task: str, length: int, examples: int, hardwar
         return TaskScore(task, length, 0, None, None, guess)
     found = score(model, strings, hardware, rows)
     return TaskScore(task, length, len(strings), found.exact, found.token, guess)
-
-
-def reaches(model: Transformer, tokens: int) -> bool:
-    """Say whether the model's positions are defined for so many tokens."""
-    limits = (model.position.max_positions, model.config.random_positions)
-    return all(limit is None or tokens <= limit for limit in limits)
 
 
 class Scored(NamedTuple):

@@ -75,9 +75,9 @@ def text_measures(
 
 
 def reaches(model: Transformer, length: int) -> bool:
-    """Say whether the model's scheme is defined for a text of this length."""
-    limit = model.position.max_positions
-    return limit is None or length <= limit
+    """Say whether the model's positions are defined for a text of this length."""
+    limits = (model.position.max_positions, model.config.random_positions)
+    return all(limit is None or length <= limit for limit in limits)
 
 
 def cut(texts: np.ndarray, length: int) -> np.ndarray:

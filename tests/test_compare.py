@@ -10,6 +10,7 @@ import time
 import pytest
 
 import compare
+from experiments import collect
 from experiments.campaign import Campaign, Shard
 from experiments.collect import collected
 from experiments.config import read_experiment
@@ -195,6 +196,19 @@ def test_an_unfair_run_is_noticed(experiment, spoil, name, tmp_path):
     run = campaign.measured()[0]
     campaign.store.keep(run.key, campaign.store.row(run.key) | spoil)
     assert checks_of(campaign)[name].holds is False
+
+
+def test_settings_that_differ_without_being_declared_are_noticed(experiment, monkeypatch):
+    campaign = experiment(seeds="[0]")
+    name = "Arms differ from the base in the declared settings alone"
+    assert checks_of(campaign)[name].holds
+    real = collect.configured
+
+    def other(file, arm, seed, settings):
+        return real(file, arm, seed, {**settings, "model.dropout": 0.3} if arm == "rope" else settings)
+
+    monkeypatch.setattr(collect, "configured", other)
+    assert checks_of(campaign)[name] == (name, False, "undeclared: rope: model.dropout")
 
 
 def test_an_experiment_that_was_changed_after_its_first_run_says_so(experiment):

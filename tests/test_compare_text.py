@@ -98,6 +98,12 @@ def test_beyond_a_learned_table_the_loss_is_undefined_and_the_control_is_not():
     assert not [place for place in found if place[0] == "by_position_loss"]
 
 
+def test_beyond_the_places_of_randomised_positions_the_loss_is_undefined_too():
+    found = measured(loud_model(tiny_config("rope", context=8, random_positions=16)))
+    assert found["same_targets_loss", 12, None].value is not None
+    assert found["same_targets_loss", 32, None].value is None
+
+
 def test_the_number_of_rows_at_once_changes_nothing(monkeypatch):
     model, texts = model_of("rope"), np.array(spans_of(8))
     whole = losses_of(model, texts, CPU)
