@@ -11,6 +11,7 @@ import tyro
 from pydantic import Field, model_validator
 
 from experiments.config import ExperimentFile, read_experiment
+from model.errors import UserError
 from model.settings import Settings
 from training.command_line import exit_on_user_error, parse
 
@@ -44,8 +45,11 @@ class CompareArguments(Settings):
         return self
 
     def folder(self, file: ExperimentFile) -> Path:
-        """Return where the report goes."""
-        return Path(self.out or f"runs/compare/{file.name}")
+        """Return where the report goes; UserError where it would lie among the runs."""
+        out = Path(self.out or f"runs/compare/{file.name}")
+        if out.resolve() in {(Path(self.store) / kept).resolve() for kept in ("rows", "runs", "logs")}:
+            raise UserError(f"{out} holds the runs of all experiments: give the report another folder with --out")
+        return out
 
 
 @exit_on_user_error()

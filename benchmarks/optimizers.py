@@ -11,7 +11,6 @@ then five other seeds run at the best rate of each. The loss to reach is that of
 import argparse
 import json
 import math
-import statistics
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
@@ -19,12 +18,14 @@ from contextlib import AbstractContextManager, nullcontext
 from functools import partial
 from multiprocessing import get_context
 from pathlib import Path
+from statistics import mean, median
 from typing import Any, NamedTuple
 
 import torch
 
 from data.loader import evaluation_windows
 from data.prepare import Prepared, prepare
+from experiments import statistics
 from model.durable import write_text
 from training.config import Config, load
 from training.evaluate import evaluate
@@ -36,7 +37,6 @@ RATES = (1.75e-3, 3.5e-3, 7e-3, 1.4e-2)
 TUNING_SEED, SEEDS = 100, (0, 1, 2, 3, 4)
 MARGIN = 1.02
 EVERY, EVALUATED = 25, 64  # steps between evaluations, and windows read by one
-STUDENT = {2: 4.303, 4: 2.776}  # 97.5 % of Student's t by degrees of freedom
 
 Context = Callable[[], AbstractContextManager[Any]]
 
@@ -159,24 +159,16 @@ def best_rate(results: dict[float, float]) -> float:
 
 
 def steps_to(losses: Sequence[tuple[int, float]], target: float) -> float:
-    """Return after how many steps the loss first reached the target, on the line between two evaluations; inf: never.
-
-    >>> steps_to([(40, 3.0), (80, 2.0)], 2.5)
-    60.0
-    """
-    before = losses[0]
-    for step, loss in losses:
-        if loss <= target:
-            share = 1.0 if before[1] <= target else (before[1] - target) / (before[1] - loss)
-            return before[0] + share * (step - before[0])
-        before = (step, loss)
-    return math.inf
+    """Return after how many steps the loss first reached the target, linear between two evaluations; inf: never."""
+    reached = statistics.tokens_to(losses, target)
+    return math.inf if reached is None else reached
 
 
 def interval(values: Sequence[float]) -> tuple[float, float]:
     """Return the mean and half the width of its 95 % interval (Student's t)."""
-    half = STUDENT[len(values) - 1] * statistics.stdev(values) / math.sqrt(len(values))
-    return statistics.mean(values), half
+    bounds = statistics.interval(values)
+    assert bounds is not None, "there is more than one seed"
+    return mean(values), (bounds[1] - bounds[0]) / 2
 
 
 # --- Time of a step ---------------------------------------------------------------------------------------------------
@@ -192,7 +184,7 @@ def time_steps(place: Place, rounds: int = 40) -> dict[str, float]:
             begin = time.perf_counter()
             trainer.step()
             seconds[kind].append(time.perf_counter() - begin)
-    return {kind: statistics.median(values[3:]) for kind, values in seconds.items()}
+    return {kind: median(values[3:]) for kind, values in seconds.items()}
 
 
 def step_time_file(place: Place) -> Path:
@@ -279,9 +271,9 @@ def style(value: float) -> str:
 
 def with_interval(values: Sequence[float], form: str | None = None) -> str:
     """Return mean and half-width of the 95 % interval as text."""
-    mean, half = interval(values)
-    form = form or style(mean)
-    return f"{mean:{form}} ± {half:{form}}"
+    middle, half = interval(values)
+    form = form or style(middle)
+    return f"{middle:{form}} ± {half:{form}}"
 
 
 def experiment(place: Place, processes: int) -> None:

@@ -2,6 +2,7 @@
 
 import math
 from hashlib import sha256
+from statistics import median
 from typing import Any
 
 import torch
@@ -55,7 +56,8 @@ def training_row(metrics: list[dict[str, Any]], config: Config) -> Row:
         "curve": [[row["tokens"], row["validation_loss"]] for row in metrics if "validation_loss" in row],
         "tokens": last["tokens"],
         "seconds": last["seconds"],
-        "tokens_per_second": last["tokens"] / last["seconds"],
+        # The median: a pause, or other work for a while, is not the scheme's.
+        "tokens_per_second": median(row["tokens_per_second"] for row in metrics if "tokens_per_second" in row),
         "skipped_steps": last["skipped_steps"],
     }
 

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
@@ -13,9 +14,12 @@ import compare
 from experiments import collect
 from experiments.campaign import Campaign, Shard
 from experiments.collect import collected
+from experiments.conduct import environments
 from experiments.config import read_experiment
+from experiments.rows import evaluation_name
 from experiments.send import send
 from experiments.store import Store
+from model.errors import UserError
 from tests.test_run import ROOT
 from training.config import load, to_yaml
 from training.trainer import Trainer
@@ -198,6 +202,25 @@ def test_an_unfair_run_is_noticed(experiment, spoil, name, tmp_path):
     assert checks_of(campaign)[name].holds is False
 
 
+def test_an_arm_that_is_scored_on_other_targets_is_noticed(experiment):
+    campaign = experiment(seeds="[0]")
+    campaign.go(Shard())
+    name = "Equal numbers of scored targets"
+    assert checks_of(campaign)[name].holds
+    run = campaign.measured()[0]
+    row = campaign.store.row(evaluation := evaluation_name(run, run.config.model.position, campaign.plan.experiment))
+    row["measurements"][0]["count"] += 1
+    campaign.store.keep(evaluation, row)
+    assert checks_of(campaign)[name].holds is False
+
+
+@pytest.mark.parametrize(("rates", "holds"), [("[1.0e-3, 1.0e-2]", False), ("[1.0e-2]", True)])
+def test_a_grid_whose_best_is_at_its_edge_is_noticed(experiment, rates, holds):
+    campaign = experiment("\n  learned: {model.position: learned}", seeds="[0]", tune=f"{{optimizer.lr: {rates}}}")
+    campaign.go(Shard())
+    assert checks_of(campaign)["No arm's best settings lie at the edge of the grid"].holds is holds
+
+
 def test_settings_that_differ_without_being_declared_are_noticed(experiment, monkeypatch):
     campaign = experiment(seeds="[0]")
     name = "Arms differ from the base in the declared settings alone"
@@ -313,6 +336,21 @@ def test_workers_share_an_experiment_ctrl_c_saves_and_the_same_command_ends_it(e
     assert done.returncode == 0, done.stderr
     assert results(campaign).missing == ()
     assert (tmp_path / "out" / "report.html").is_file()
+
+
+def test_a_process_for_each_gpu_is_told_of_its_own_alone():
+    arguments = SimpleNamespace(gpus="0, 3", workers=1)
+    assert environments(arguments) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "3"}]
+
+
+@pytest.mark.parametrize("kept", ["rows", "runs", "logs"])
+def test_a_report_that_would_lie_among_the_runs_is_refused(experiment, tmp_path, kept):
+    file = experiment().file
+    arguments = compare.CompareArguments(
+        experiment="x.yaml", store=str(tmp_path / "store"), out=str(tmp_path / "store" / kept)
+    )
+    with pytest.raises(UserError, match="--out"):
+        arguments.folder(file)
 
 
 @pytest.mark.parametrize(

@@ -50,7 +50,7 @@ SMALL = {
     "sort": (Sort(5, unique=True), 3),
     "addition": (Addition(), 1),
     "parity": (Parity(2), 5),
-    "induction": (Induction(3), 4),
+    "induction": (Induction(5, unique=True), 4),
     "recall": (Recall(keys=3, values=2), 2),
     "passkey": (Passkey(digits=1, fillers=2), 3),
 }
@@ -69,9 +69,10 @@ def sum_of(prompt):
     return [int(digit) for digit in reversed(f"{total:0{plus + 1}d}")]
 
 
-def follower(prompt):
-    assert prompt[:-1].count(prompt[-1]) == 1
-    return [prompt[prompt.index(prompt[-1]) + 1]]
+def rest_of_the_word(prompt):
+    *word, cue = prompt
+    assert word.count(cue) == 1
+    return word[word.index(cue) + 1 :]
 
 
 def value_of_key(prompt):
@@ -89,7 +90,7 @@ RULES = {
     "sort": lambda prompt: [symbol for symbol in range(max(prompt) + 1) if symbol in prompt],
     "addition": sum_of,
     "parity": lambda prompt: [1 if prompt.count(1) in range(1, len(prompt) + 1, 2) else 0],
-    "induction": follower,
+    "induction": rest_of_the_word,
     "recall": value_of_key,
     "passkey": lambda prompt: [symbol for symbol in prompt if symbol < 10],
 }
@@ -130,8 +131,10 @@ def test_a_row_is_bos_prompt_mark_answer_eos_and_pads(name):
     prompt, answer = task.example(5, rng)
     width = task.width(5)
     row = rows_of([(prompt, answer)], width + 3)[0]
-    assert row.tolist() == [BOS, *prompt, MARK, *answer, EOS, PAD, PAD, PAD]
-    assert width == task.prompt_size(5) + len(task.choices(5)) + 3 == len(prompt) + len(answer) + 3
+    written = [BOS, *prompt, MARK, *answer, EOS]
+    assert row.tolist() == written + [PAD] * (width + 3 - len(written))
+    assert width == task.prompt_size(5) + len(task.choices(5)) + 3
+    assert len(answer) in {len(form) for form in task.forms(5)}
 
 
 def test_the_symbols_of_a_copied_word_are_different_or_repeat():
@@ -160,26 +163,34 @@ def test_an_unknown_task_is_refused_with_those_there_are():
 # --- Counting by enumeration ------------------------------------------------------------------------------------------
 
 
+def seen_by_size(found):
+    """Return, for each size of an answer, what ever stands at each of its places."""
+    sizes = sorted({len(answer) for answer in found.values()})
+    answers = {size: [answer for answer in found.values() if len(answer) == size] for size in sizes}
+    return {size: [sorted(set(place)) for place in zip(*same, strict=True)] for size, same in answers.items()}
+
+
 @pytest.mark.parametrize("name", TASKS)
 def test_strings_and_choices_are_those_that_enumeration_finds(name):
     task, length = SMALL[name]
     found = every_string(task, length)
     assert task.strings(length) == len(found)
-    assert task.choices(length) == tuple(len(set(place)) for place in zip(*found.values(), strict=True))
+    assert task.forms(length) == tuple(tuple(map(len, seen)) for seen in seen_by_size(found).values())
+    assert task.choices(length) == max(task.forms(length), key=len)
 
 
 @pytest.mark.parametrize("name", TASKS)
 def test_the_chance_of_exact_match_and_of_a_token_is_that_of_random_guessing(name):
     (task, length), rng, rounds = SMALL[name], np.random.default_rng(5), 1000
-    seen = [sorted(set(place)) for place in zip(*every_string(task, length).values(), strict=True)]
-    exact = tokens = 0
+    seen = seen_by_size(every_string(task, length))
+    exact = right = tokens = 0
     for _ in range(rounds):
         _, answer = task.example(length, rng)
-        right = [rng.choice(ids) == token for ids, token in zip(seen, answer, strict=True)] + [True]  # EOS
-        exact, tokens = exact + all(right), tokens + sum(right) / len(right)
+        hits = [rng.choice(ids) == token for ids, token in zip(seen[len(answer)], answer, strict=True)] + [True]  # EOS
+        exact, right, tokens = exact + all(hits), right + sum(hits), tokens + len(hits)
     guess = chance(task, length)
     assert exact / rounds == pytest.approx(guess.exact, abs=4 * (guess.exact * (1 - guess.exact) / rounds) ** 0.5)
-    assert tokens / rounds == pytest.approx(guess.token, abs=2 / rounds**0.5)
+    assert right / tokens == pytest.approx(guess.token, abs=2 / rounds**0.5)
 
 
 def test_chance_has_its_textbook_values():
