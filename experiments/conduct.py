@@ -24,10 +24,13 @@ from training.loop import Interrupted, stop_requested
 ROOT = Path(__file__).resolve().parents[1]
 COMMITTED = ROOT / "docs/results/rows"
 LOOK = 2.0  # seconds between looks at what the processes have done
+WORKER = "ROPELAB_WORKER"  # set where another compare.py has started this one
 
 
 def conduct(file: ExperimentFile, arguments: Any, out: Path) -> None:
     """Do what the arguments ask for."""
+    if WORKER in os.environ:
+        end_with_parent()
     campaign = Campaign(file, Store(Path(arguments.store), (COMMITTED,)), out)
     if arguments.dry_run:
         for line in told(campaign):
@@ -101,8 +104,24 @@ def _shard(campaign: Campaign, arguments: Any, shard: Shard, environment: dict[s
     with shard_log(campaign, shard.number).open("w", encoding="utf-8") as log:
         # A session of its own: Ctrl-C reaches this process alone, which passes it on once.
         return subprocess.Popen(
-            command, env=os.environ | environment, stdout=log, stderr=subprocess.STDOUT, start_new_session=True
+            command,
+            env=os.environ | environment | {WORKER: str(shard.number)},
+            stdin=subprocess.PIPE,  # held open as long as this process lives
+            stdout=log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
         )
+
+
+def end_with_parent() -> None:
+    """Stop as at a SIGTERM when stdin ends, which it does when the process that holds its other end is gone."""
+
+    def wait() -> None:
+        while os.read(0, 1):  # unbuffered: a thread inside a buffer would hold up the end of the process
+            pass
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    threading.Thread(target=wait, daemon=True).start()
 
 
 def shard_log(campaign: Campaign, number: int) -> Path:

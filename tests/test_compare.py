@@ -343,6 +343,14 @@ def test_a_process_for_each_gpu_is_told_of_its_own_alone():
     assert environments(arguments) == [{"CUDA_VISIBLE_DEVICES": "0"}, {"CUDA_VISIBLE_DEVICES": "3"}]
 
 
+def test_a_worker_ends_when_the_process_that_started_it_is_gone():
+    lines = "import time\nfrom experiments.conduct import end_with_parent\nend_with_parent()\ntime.sleep(100)"
+    worker = subprocess.Popen([sys.executable, "-c", lines], cwd=ROOT, stdin=subprocess.PIPE)
+    assert worker.stdin is not None
+    worker.stdin.close()
+    assert worker.wait(timeout=60) == -signal.SIGTERM
+
+
 @pytest.mark.parametrize("kept", ["rows", "runs", "logs"])
 def test_a_report_that_would_lie_among_the_runs_is_refused(experiment, tmp_path, kept):
     file = experiment().file
