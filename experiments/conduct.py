@@ -144,7 +144,9 @@ def _watch(campaign: Campaign, processes: list[subprocess.Popen[bytes]], stop: t
             if any(process.poll() for process in processes):
                 return
             stop.wait(LOOK)
-            bar.update(done_of(campaign, tuning) - bar.n)
+            more = done_of(campaign, tuning) - bar.n
+            if more or sys.stderr.isatty():  # into a file, a line for each run and not one for each look
+                bar.update(more)
 
 
 def done_of(campaign: Campaign, tuning: list[Run]) -> int:
