@@ -1,6 +1,7 @@
 """A hidden folder to work in, which a living process is never robbed of and a dead one never leaves for good."""
 
 import contextlib
+import errno
 import fcntl
 import os
 import re
@@ -9,7 +10,11 @@ import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
+from model.errors import UserError
+
 _LEFTOVER = re.compile(r"\..+\.[0-9a-f]{8}\.(tmp|old)")
+# What says that nothing can be written here at all; a full or failing disk is told as what it is.
+_CLOSED = {errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR}
 
 
 @contextlib.contextmanager
@@ -17,16 +22,30 @@ def workplace(target: Path, show: Callable[[str], object]) -> Iterator[Path]:
     """Make a folder beside the target, under a name of its own, and remove it in the end, unless it was renamed.
 
     A lock that dies with the process says that somebody works there; folders without one are removed, and told.
+    UserError where nothing can be written.
     """
-    target.parent.mkdir(parents=True, exist_ok=True)
-    for left in remove_leftovers(target.parent):
-        show(f"removed {left}: a preparation that was killed left it")
-    folder, lock = _make(target)
+    with _open_to_us(target.parent):
+        target.parent.mkdir(parents=True, exist_ok=True)
+        for left in remove_leftovers(target.parent):
+            show(f"removed {left}: a preparation that was killed left it")
+        folder, lock = _make(target)
     try:
         yield folder
     finally:
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+@contextlib.contextmanager
+def _open_to_us(folder: Path) -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        if error.errno not in _CLOSED:
+            raise
+        raise UserError(
+            f"data.folder {folder} cannot be written into: {error.strerror}; name another folder"
+        ) from error
 
 
 def _make(target: Path) -> tuple[Path, int]:
@@ -58,7 +77,7 @@ def _remove_unless_locked(path: Path) -> bool:
         free = _lock(lock, wait=False)
         if free:
             shutil.rmtree(path, ignore_errors=True)
-        return free
+        return free and not path.exists()
     finally:
         os.close(lock)
 

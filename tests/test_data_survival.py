@@ -350,7 +350,9 @@ class Disk:
             return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding="utf-8")
 
         patch.setattr(io, "open", faulty_open)
-        for name in ("mkdir", "rename", "fsync"):
+        # What is read-only keeps even what is unfinished.
+        removals = ("unlink", "rmdir") if number == errno.EROFS else ()
+        for name in ("mkdir", "rename", "fsync", *removals):
             patch.setattr(os, name, self.counted(getattr(os, name)))
 
     def counted(self, call: Callable[..., object]) -> Callable[..., object]:
@@ -366,13 +368,13 @@ class Disk:
             raise OSError(self.number, os.strerror(self.number))
 
 
-@pytest.mark.parametrize(("number", "lasting"), [(errno.ENOSPC, True), (errno.EIO, False)])
+@pytest.mark.parametrize(("number", "lasting"), [(errno.ENOSPC, True), (errno.EIO, False), (errno.EROFS, True)])
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_whichever_write_fails_nothing_half_written_stays(
     tmp_path: Path, corpus: Path, prepared: Prepared, number: int, lasting: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(spool_module, "BUCKETS", 2)
-    folder = tmp_path / "prepared"
+    folder, refusals = tmp_path / "prepared", list[str]()
     for first in range(1, 1000):
         with monkeypatch.context() as patch:
             disk = Disk(patch, first, number, lasting)
@@ -380,17 +382,24 @@ def test_whichever_write_fails_nothing_half_written_stays(
                 made, failure = prepare(config_of(corpus, folder), quiet), None
             except OSError as error:
                 failure = error
+            except UserError as error:
+                refusals.append(str(error))
+                failure = OSError(number, "", str(folder))
         if disk.count < first:
             break
         # Only what follows the rename, forcing the name onto the disk, may fail and leave the folder: it is whole.
         assert failure is not None
         assert (failure.errno, bool(failure.filename)) == (number, True)
+        if number == errno.EROFS and folder.exists():
+            remove_leftovers(folder)  # as the next preparation does
         left = [path.name for path in folder.iterdir()] if folder.exists() else []
         assert left in ([], [prepared.name])
         if left:
             assert content(folder / left[0]) == content(prepared.folder)
             shutil.rmtree(folder / left[0])
     assert first > 30
+    told = f"data.folder {folder} cannot be written into: {os.strerror(number)}; name another folder"
+    assert set(refusals) == ({told} if number == errno.EROFS else set())
     assert content(made.folder) == content(prepared.folder)
 
 

@@ -6,8 +6,11 @@ import math
 import multiprocessing
 import os
 import random
+import shlex
 import shutil
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -16,6 +19,7 @@ from typing import NoReturn
 import numpy as np
 import pytest
 import torch
+import yaml
 from safetensors.torch import load_file
 
 from data.loader import Windows
@@ -24,7 +28,9 @@ from model.checkpoint import load_model
 from model.durable import check_folder
 from model.errors import UserError
 from tests.conftest import WORDS
-from tests.test_run import assert_same_results, killed_at, results, run, same
+from tests.test_run import ROOT, assert_same_results, killed_at, results, run, same
+from tests.wandb_server import serving
+from training import tracking
 from training.config import load
 from training.hardware import Hardware
 from training.loop import train
@@ -166,6 +172,52 @@ def test_a_run_that_is_killed_again_and_again_ends_as_if_nothing_had_been(tmp_pa
         assert_clean(folder)
         chains += 1
         assert chains < 20 * kills
+    print(f"{variant}: {killed} kills of {chains} runs, nothing lost")  # shown by -rP
+
+
+# --- Kills of a run that Weights & Biases follows ---------------------------------------------------------------------
+
+
+def followed(folder: Path, settings: dict, environment: dict[str, str]) -> None:
+    """A training in a process of its own, with a real wandb beside it and seconds enough to finish."""
+    os.environ.update(environment)
+    tracking.INIT_SECONDS = tracking.FINISH_SECONDS = tracking.CLOSE_SECONDS = 60.0
+    live(folder, settings)
+
+
+def ended_by(number: int | None, at_step: int, *given) -> int:
+    """Let a training live to its end, or send it a signal when it has written down a step; return its exit status."""
+    folder = given[0]
+    child = forks.Process(target=followed, args=given)
+    child.start()
+    while number is not None and not any(row["step"] >= at_step for row in read(folder / "metrics.jsonl")):
+        assert child.is_alive()
+        time.sleep(0.01)
+    if number is not None:
+        os.kill(child.pid, number)
+    child.join()
+    return child.exitcode
+
+
+def test_a_run_that_is_killed_and_stopped_is_one_run_with_each_step_once_in_wandb_too(tmp_path, small):
+    less = {"steps": 12, "eval_every": 6, "checkpoint_every": 3, "sample_every": 0, "wandb": "online"}
+    settings = {**small, "training": {**small["training"], **less}}
+    folder = tmp_path / "r"
+    with serving("fine") as server:
+        given = folder, settings, {"WANDB_BASE_URL": server.url, "WANDB_API_KEY": "a" * 40}
+        assert ended_by(signal.SIGKILL, 4, *given) == -signal.SIGKILL
+        assert ended_by(signal.SIGTERM, 7, *given) == 1  # a stop that was asked for: Interrupted
+        assert ended_by(None, 0, *given) == 0
+    steps = [row["step"] for row in read(folder / "metrics.jsonl")]
+    assert steps == list(range(1, 13))
+    assert list(server.runs) == [json.loads((folder / "wandb.json").read_text())["id"]]
+    [rows] = server.runs.values()
+    assert [json.loads(row)["step"] for row in rows] == steps
+    assert server.opened == 3
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(tracking, "Sender", lambda *_: None)
+        run(tmp_path / "whole", settings)
+    assert_same_results(results(folder), results(tmp_path / "whole"))
 
 
 # --- Every single thing that is done to the folder of a run -----------------------------------------------------------
@@ -260,14 +312,19 @@ def fault(number: int, words: str, what: str) -> NoReturn:
 
 
 @contextlib.contextmanager
-def failing(folder: Path, number: int, for_good: bool) -> Iterator[None]:
-    """Let the n-th change of the folder fail: by a fault of the disk, or, from there on, because it is full."""
+def failing(folder: Path, number: int, how: str) -> Iterator[None]:
+    """Let the n-th change of the folder fail: by a fault of the disk, or, from there on, since it is full or read-only.
+
+    A system makes a disk that has faults read-only while it is written to.
+    """
 
     def fail(count: int, what: str) -> None:
-        if count == number and not for_good:
+        if count == number and how == "a fault":
             fault(5, "Input/output error", what)
-        if count >= number and for_good and what not in REMOVALS:
+        if count >= number and how == "full" and what not in REMOVALS:
             fault(28, "No space left on device", what)
+        if count >= number and how == "read-only":
+            fault(30, "Read-only file system", what)
 
     with pytest.MonkeyPatch.context() as patch:
         watch(patch, folder, fail)
@@ -292,13 +349,13 @@ def test_everything_that_is_written_is_watched(tmp_path, small):
     assert sum("unlink trainer.pt" in each for each in done) > 0, "rotation"
 
 
-def assert_a_failure_costs_one_line(tmp_path, settings, whole, number, for_good):
-    folder = tmp_path / f"{number}-{for_good}"
-    with failing(folder, number, for_good), pytest.raises((OSError, UserError)) as failure:
+def assert_a_failure_costs_one_line(tmp_path, settings, whole, number, how):
+    folder = tmp_path / f"{number}-{how}"
+    with failing(folder, number, how), pytest.raises((OSError, UserError)) as failure:
         run(folder, settings)
     assert "\n" not in str(failure.value)
     assert isinstance(failure.value, UserError) or failure.value.filename is not None
-    assert len(remains(folder)) <= (0 if for_good else 1), "what could not be removed"
+    assert len(remains(folder)) <= (0 if how == "full" else 1), "what could not be removed"
     if (step := RunFolder(folder).pointed("last")) is not None:
         check_folder(RunFolder(folder).step_folder(step))
     run(folder, settings, resume=True)
@@ -308,8 +365,8 @@ def assert_a_failure_costs_one_line(tmp_path, settings, whole, number, for_good)
 
 
 @pytest.mark.parametrize("share", [0, 1, *(pytest.param(share, marks=pytest.mark.soak) for share in range(2, 20))])
-@pytest.mark.parametrize("for_good", [False, True], ids=["a fault", "full"])
-def test_whichever_write_fails_the_last_checkpoint_is_whole_and_the_run_goes_on(tmp_path, small, share, for_good):
+@pytest.mark.parametrize("how", ["a fault", "full", pytest.param("read-only", marks=pytest.mark.soak)])
+def test_whichever_write_fails_the_last_checkpoint_is_whole_and_the_run_goes_on(tmp_path, small, share, how):
     """`make soak` fails each write of a short run; `make test` some, other ones in every scenario."""
     settings = short(small)
     done = done_by(settings, tmp_path / "whole")
@@ -317,9 +374,81 @@ def test_whichever_write_fails_the_last_checkpoint_is_whole_and_the_run_goes_on(
     numbers = range(share, len(done), 20)
     # What can still fail after the last step's checkpoint is rotation alone, and for a full disk that is no failure.
     ends = max(i for i, each in enumerate(done) if each.split()[0] not in REMOVALS)
-    numbers = [number for number in numbers if not for_good or number <= ends]
+    numbers = [number for number in numbers if how != "full" or number <= ends]
     for number in numbers if share > 1 else numbers[share::2]:
-        assert_a_failure_costs_one_line(tmp_path, settings, whole, number, for_good)
+        assert_a_failure_costs_one_line(tmp_path, settings, whole, number, how)
+
+
+# Several commands in one process, below folders that nobody, not even root, can write into.
+COMMANDS = """
+import json, sys
+import train
+for arguments in json.loads(sys.argv[1]):
+    sys.argv[1:] = arguments
+    try:
+        train.main()
+        print("status 0", file=sys.stderr)
+    except SystemExit as end:
+        print("status", end.code, file=sys.stderr)
+"""
+READ_ONLY = 'for f; do mount --bind "$f" "$f" && mount -o remount,bind,ro "$f" || exit 99; done'
+
+
+def run_where_folders_are_read_only(folders, *commands):
+    """Return what trainings say on stderr, by lines, in a mount namespace of their own; None where there is none."""
+    words = [sys.executable, "-c", COMMANDS, json.dumps(commands)]
+    shell = f"{READ_ONLY}; exec {' '.join(map(shlex.quote, words))}"
+    try:
+        done = subprocess.run(["unshare", "-rm", "sh", "-c", shell, "sh", *map(str, folders)], cwd=ROOT,
+                              capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})  # fmt: skip
+    except FileNotFoundError:
+        return None
+    return done.stderr.splitlines() if "status" in done.stderr else None
+
+
+def test_where_a_folder_is_read_only_one_line_is_said_and_nothing_is_left(tmp_path, small):
+    filled = Path(small["data"]["folder"])
+    prepare(load(None, small).data)
+    closed, parent, empty = tmp_path / "closed", tmp_path / "parent", tmp_path / "empty"
+    (parent / "r").mkdir(parents=True)
+    for folder in (closed, empty):
+        folder.mkdir()
+    run(tmp_path / "old", small, steps=2)
+    before = sorted(tmp_path.rglob("*")), results(tmp_path / "old")
+    (tmp_path / "c.yaml").write_text(yaml.safe_dump(short(small)))
+    said = run_where_folders_are_read_only(
+        [closed, parent, empty, filled, tmp_path / "old"],
+        *(
+            [str(tmp_path / "c.yaml"), "--training.out", str(out), *more]
+            for out, *more in [
+                (closed,), (parent / "new",), (parent / "r",), (tmp_path / "old", "--resume"),
+                (tmp_path / "old", "--overwrite"), (tmp_path / "new", "--data.folder", str(empty)), (tmp_path / "good",)
+            ]
+        ),
+    )  # fmt: skip
+    if said is None:
+        pytest.skip("this system lets nobody mount a folder read-only for himself")
+    out = "error: training.out"
+    words = "cannot be written into: name another folder"
+    assert said[:12] == [
+        f"{out} {closed} {words}", "status 2",
+        f"{out} {parent}/new cannot be made: Read-only file system; name another folder", "status 2",
+        f"{out} {parent}/r {words}", "status 2",
+        f"{out} {tmp_path}/old {words}", "status 2",
+        f"{out} {tmp_path}/old {words}", "status 2",
+        f"error: data.folder {empty} cannot be written into: Read-only file system; name another folder", "status 2",
+    ]  # fmt: skip
+    assert said[-1] == "status 0", "data that are prepared need not be written"
+    shutil.rmtree(tmp_path / "good")
+    (tmp_path / "c.yaml").unlink()
+    assert (sorted(tmp_path.rglob("*")), results(tmp_path / "old")[2:]) == (before[0], before[1][2:])
+
+
+def test_what_failed_is_told_and_not_that_the_empty_folder_cannot_be_removed_either(tmp_path, small):
+    prepare(load(None, small).data)
+    (tmp_path / "r").mkdir()
+    with failing(tmp_path / "r", 0, "read-only"), pytest.raises(UserError, match="cannot be cleared: Read-only"):
+        run(tmp_path / "r", small)
 
 
 @pytest.mark.parametrize("share", [0, *(pytest.param(share, marks=pytest.mark.soak) for share in range(1, 40))])

@@ -2,7 +2,6 @@
 
 import contextlib
 import fcntl
-import http.server
 import json
 import math
 import os
@@ -24,6 +23,7 @@ import pytest
 import torch
 
 from model.errors import UserError
+from tests.wandb_server import Server, serving
 from training import tracking
 from training.config import Config
 from training.tracking import CLOCKS, Metrics, Tracker, read
@@ -529,61 +529,103 @@ def test_with_a_key_and_no_network_one_line_is_said(
     assert "connection refused" in the_line(capsys)
 
 
-class FailingServer(http.server.BaseHTTPRequestHandler):
-    """Opens a wandb run, then refuses its rows."""
-
-    status = 500
-
-    def do_POST(self) -> None:
-        body = self.rfile.read(int(self.headers.get("content-length", 0)))
-        if b"RunResumeStatus" in body:
-            return self.answer(200, {"model": {"id": "m", "name": "p", "entity": {"id": "i", "name": "e"}}})
-        if b"UpsertBucket" in body:
-            project = {"id": "p", "name": "p", "entity": {"id": "i", "name": "e"}}
-            bucket = {"id": "b", "name": "n", "displayName": "d", "config": "{}", "project": project}
-            return self.answer(200, {"upsertBucket": {"bucket": bucket, "inserted": True}})
-        self.answer(self.status, None)
-
-    def answer(self, status: int, data: Any) -> None:
-        body = json.dumps({"data": data}).encode()
-        self.send_response(status)
-        self.send_header("content-length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: Any) -> None:
-        pass
+@pytest.fixture
+def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A key, and waits that are long enough on a busy machine."""
+    monkeypatch.setenv("WANDB_API_KEY", SOME_KEY)
+    monkeypatch.setattr(tracking, "INIT_SECONDS", 60.0)
+    monkeypatch.setattr(tracking, "FINISH_SECONDS", 60.0)
+    monkeypatch.setattr(tracking, "CLOSE_SECONDS", 120.0)
 
 
-@contextlib.contextmanager
-def failing_server(status: int) -> Iterator[str]:
-    handler = type("Handler", (FailingServer,), {"status": status})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        thread = threading.Thread(target=server.serve_forever)
-        thread.start()
-        try:
-            yield f"http://127.0.0.1:{server.server_port}"
-        finally:
-            server.shutdown()
-            thread.join()
+def wandb_id(folder: Path) -> str:
+    return str(json.loads((folder / "wandb.json").read_text())["id"])
+
+
+def log_as_they_are_delivered(server: Server, folder: Path, steps: range) -> None:
+    """Log each step when rows before it were delivered, or were not: every 15 seconds, all but the last row."""
+    tracker = Tracker(folder, config("online"))
+    try:
+        for step in steps:
+            met, deadline = len(server.met), time.monotonic() + 60
+            tracker.log({"step": step, "loss": 1 / step})
+            while step > steps.start and len(server.met) == met:
+                assert time.monotonic() < deadline
+                time.sleep(0.01)
+    finally:
+        tracker.close()
 
 
 @pytest.mark.parametrize(
-    ("status", "complaint"),
+    ("trouble", "complaint"),
     [
-        (401, "Fatal error while uploading"),
-        pytest.param(500, "Timed out finishing", marks=pytest.mark.soak),
+        ("401", "Fatal error while uploading"),
+        ("hangs", "Timed out finishing"),
+        pytest.param("500", "Timed out finishing", marks=pytest.mark.soak),
+        pytest.param("closes", "Timed out finishing", marks=pytest.mark.soak),
+        pytest.param("resets", "Timed out finishing", marks=pytest.mark.soak),
     ],
 )
 def test_a_server_that_fails_in_the_middle_costs_one_line(
-    run_folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], status: int, complaint: str
+    run_folder: Path,
+    patient: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    trouble: str,
+    complaint: str,
 ) -> None:
-    monkeypatch.setenv("WANDB_API_KEY", SOME_KEY)
-    # A busy machine may need longer than a run would wait.
-    monkeypatch.setattr(tracking, "INIT_SECONDS", 30.0)
-    monkeypatch.setattr(tracking, "CLOSE_SECONDS", 60.0)
-    with failing_server(status) as url:
-        monkeypatch.setenv("WANDB_BASE_URL", url)
+    monkeypatch.setattr(tracking, "FINISH_SECONDS", 3.0)
+    with serving(trouble) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
         track(run_folder, "online", range(1, 4))
+    assert server.met[0] == trouble
     assert complaint in the_line(capsys)
     assert steps(run_folder / "metrics.jsonl") == [1, 2, 3]
+
+
+def test_connections_that_break_cost_neither_a_row_nor_a_line(
+    run_folder: Path, patient: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving("closes", "resets", "cuts", "fine") as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        track(run_folder, "online", range(1, 4))
+    assert server.met[:3] == ["closes", "resets", "cuts"]
+    assert list(server.runs) == [wandb_id(run_folder)]
+    assert server.steps(wandb_id(run_folder)) == steps(run_folder / "metrics.jsonl") == [1, 2, 3]
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.soak
+def test_between_deliveries_that_succeed_every_kind_of_failure_costs_neither_a_row_nor_a_line(
+    run_folder: Path, patient: None, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with serving("fine", "closes", "cuts", "resets", "503", "fine") as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        log_as_they_are_delivered(server, run_folder, range(1, 9))
+    assert server.met[:5] == ["fine", "closes", "cuts", "resets", "503"]
+    assert server.steps(wandb_id(run_folder)) == steps(run_folder / "metrics.jsonl") == list(range(1, 9))
+    assert capsys.readouterr() == ("", "")
+
+
+@pytest.mark.soak
+@pytest.mark.parametrize("trouble", ["hangs", "closes", "resets", "500"])
+def test_a_server_that_is_lost_between_deliveries_costs_one_line_and_gets_the_rest_on_resume(
+    run_folder: Path,
+    patient: None,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
+    trouble: str,
+) -> None:
+    with serving("fine", trouble) as server:
+        monkeypatch.setenv("WANDB_BASE_URL", server.url)
+        with monkeypatch.context() as patch:
+            patch.setattr(tracking, "FINISH_SECONDS", 3.0)
+            log_as_they_are_delivered(server, run_folder, range(1, 4))
+        assert "Timed out finishing" in the_line(capsys)
+        reached = server.steps(wandb_id(run_folder))
+        assert reached == list(range(1, len(reached) + 1))
+        assert 1 <= len(reached) < 3
+        server.recover()
+        track(run_folder, "online", range(4, 6))
+        assert server.steps(wandb_id(run_folder)) == steps(run_folder / "metrics.jsonl") == [1, 2, 3, 4, 5]
+    assert list(server.runs) == [wandb_id(run_folder)]

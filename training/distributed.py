@@ -10,6 +10,7 @@ whoever computes them.
 import contextlib
 import os
 import pickle
+import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
@@ -283,8 +284,7 @@ def joined(training: TrainingConfig) -> Iterator[Alone]:
     try:
         with contextlib.nullcontext() if processes.is_first else silence():
             place(training, int(os.environ["LOCAL_RANK"]), int(os.environ["LOCAL_WORLD_SIZE"]))
-            patience = PATIENCE if training.compile == "off" else PATIENCE_COMPILING
-            connect(processes, patience)
+            connect(processes, patience_of(training))
             yield processes
     except Exception as error:
         _leave(processes, error)
@@ -292,11 +292,55 @@ def joined(training: TrainingConfig) -> Iterator[Alone]:
         dist.destroy_process_group()
 
 
+def patience_of(training: TrainingConfig) -> timedelta:
+    """Return how long a process that does not answer is waited for."""
+    return PATIENCE if training.compile == "off" else PATIENCE_COMPILING
+
+
 def met(training: TrainingConfig) -> Copies:
     """Find the other processes, by the address that torchrun has put into the environment."""
     store, rank, count = next(iter(rendezvous("env://")))
     kind = {"ddp": Copies, "fsdp": Shards}[training.parallel]
-    return kind(PrefixStore("ropelab", store), rank, count)
+    name = name_of_this_start(PrefixStore("ropelab", store), rank, count, patience_of(training))
+    return kind(PrefixStore(f"ropelab {name}", store), rank, count)
+
+
+def name_of_this_start(store: Store, rank: int, count: int, patience: timedelta) -> str:
+    """Return a name on which only the processes that were started together agree; UserError where one does not come.
+
+    torchrun starts processes again with the store of those that ended, where all their words still stand, and how
+    often it did so is not the same on all machines. So the first process makes up a name, the others answer it with
+    one of their own, and believe the first when it has heard that.
+    """
+    own = secrets.token_hex(8)
+    end = time.monotonic() + patience.total_seconds()
+    while time.monotonic() < end:
+        if name := _asked(store, own, count) if rank == 0 else _answered(store, own, rank):
+            return name
+        time.sleep(SECONDS_BETWEEN_LOOKS)
+    raise UserError(
+        f"not all {count} processes of this run have come within {patience.total_seconds():g} seconds: "
+        "start all of them again"
+    )
+
+
+def _asked(store: Store, own: str, count: int) -> str:
+    store.set("name", own)
+    answers = [_word(store, f"answer {rank}").split() for rank in range(1, count)]
+    if any(answer[:1] != [own] for answer in answers):
+        return ""
+    store.set("heard", " ".join([own, *(answer[1] for answer in answers)]))
+    return own
+
+
+def _answered(store: Store, own: str, rank: int) -> str:
+    store.set(f"answer {rank}", f"{_word(store, 'name')} {own}")
+    name, *heard = _word(store, "heard").split() or [""]
+    return name if own in heard else ""
+
+
+def _word(store: Store, key: str) -> str:
+    return store.get(key).decode() if store.check([key]) else ""
 
 
 def connect(processes: Copies, patience: timedelta) -> None:

@@ -396,6 +396,8 @@ def stop_requested(again: bool = True) -> Iterator[threading.Event]:
     """Turn Ctrl-C and SIGTERM into a flag that is read between steps; a second Ctrl-C stops at once, if `again`.
 
     torchrun passes on what the terminal has sent to all already: there, a second signal says no more than the first.
+    Where one process is lost it also ends the others within a tenth of a second. One that fails is ending by itself,
+    and does not let itself be killed before it has said why.
     """
     flag = threading.Event()
 
@@ -414,6 +416,11 @@ def stop_requested(again: bool = True) -> Iterator[threading.Event]:
     before = {number: signal.signal(number, request) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield flag
+    except Exception:
+        if not again:
+            flag.set()
+            before.clear()
+        raise
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)

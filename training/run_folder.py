@@ -40,19 +40,23 @@ class RunFolder:
     def locked(self) -> Iterator[None]:
         """Keep every other training out of this folder; UserError where one is at work in it, or no folder can be.
 
-        The lock dies with the process. A folder that is empty in the end is removed.
+        The lock dies with the process. A folder that is empty in the end is removed, if it can be.
         """
         handle = self._lock()
         try:
             yield
         finally:
-            with suppress(FileNotFoundError):
+            # What went wrong inside is what is told, be it that nothing can be written here.
+            with suppress(OSError):
                 if not any(self.path.iterdir()):
                     self.path.rmdir()
             os.close(handle)
 
     def _lock(self) -> int:
         self._make(self.path)
+        # Seen at once, not after hours of preparing data.
+        if not os.access(self.path, os.W_OK | os.X_OK):
+            raise UserError(f"training.out {self.path} cannot be written into: name another folder")
         handle = os.open(self.path, os.O_RDONLY)
         try:
             fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
