@@ -234,11 +234,10 @@ class Reader:
 
     def read(self, rows: list[Row], afresh: bool) -> Tensor:
         """Return the logits (B, V) after each row's last token; `afresh` drops what was read before."""
-        with evaluating(self.modules):
-            if afresh or not self.keep or self.past is None:
-                self.past = None  # its memory is free for the next one
-                return self.read_windows(rows)
-            return self.read_newest(rows, self.past)
+        if afresh or not self.keep or self.past is None:
+            self.past = None  # its memory is free for the next one
+            return self.read_windows(rows)
+        return self.read_newest(rows, self.past)
 
     def read_windows(self, rows: list[Row]) -> Tensor:
         """Read every row's window into a new cache."""
@@ -257,9 +256,10 @@ class Reader:
     def forward(self, pieces: list[list[int]], ends: list[int], past: Cache) -> Tensor:
         """Read pieces of the rows that end before the positions `ends`."""
         tokens, positions = left_padded(pieces, ends, self.device)
-        for piece, places in zip(tokens.split(PIECE, dim=1), positions.split(PIECE, dim=1), strict=True):
-            hidden = self.model.hidden(piece, places, past)
-        return self.model.logits(hidden[:, -1])  # B C -> B V
+        with evaluating(self.modules):
+            for piece, places in zip(tokens.split(PIECE, dim=1), positions.split(PIECE, dim=1), strict=True):
+                hidden = self.model.hidden(piece, places, past)
+            return self.model.logits(hidden[:, -1])  # B C -> B V
 
 
 # --- Generation ---

@@ -11,10 +11,10 @@ from model.cache import Cache
 from model.decoding import build
 from model.decoding.agreement import cost_of_rounding, greedy_agreement
 from model.decoding.ahead import LOOK_AHEAD, Ahead
-from model.decoding.choose import choose_decoder
+from model.decoding.choose import choose_decoder, seconds_saved
 from model.decoding.compiled import CompiledDecoder
 from model.decoding.eager import EagerDecoder
-from model.decoding.native import NativeDecoder, read_all
+from model.decoding.native import NativeDecoder, in_words
 from model.decoding.weights import decode_weights, int8_rows, rounded
 from model.errors import UserError
 from model.sampling import Reader, Row, generate
@@ -134,7 +134,7 @@ def test_a_row_that_ends_halfway_leaves_the_others_as_they_were(served, kind):
 
 
 @pytest.mark.parametrize("threads", [1, 2, 3, 8])
-@pytest.mark.parametrize("rows", [1, 3, 4, 9])
+@pytest.mark.parametrize("rows", [1, 3, 4, 9, 26])
 def test_threads_and_rows_may_be_more_than_there_is_to_share(kernels, threads, rows):
     model = model_of("alibi")
     torch.set_num_threads(threads)
@@ -144,6 +144,19 @@ def test_threads_and_rows_may_be_more_than_there_is_to_share(kernels, threads, r
 def test_texts_at_random_positions_stay_where_they_were(kind):
     model = model_of("learned", random_positions=200)
     assert worst_error(model, kind(model), [3, 9], steps=12) < 1e-5
+
+
+def test_a_decoder_serves_one_text_then_many_then_one(kind):
+    model = model_of("rope")
+    decoder = kind(model)
+    for lengths in ([3], [2, 5, 3], [4]):
+        assert worst_error(model, decoder, lengths, steps=4) < 1e-5
+
+
+def test_random_positions_of_a_model_in_training_are_those_of_evaluation(kind):
+    model = model_of("learned", random_positions=200)
+    wanted = text(model, [[1, 2]], None, settings=GREEDY, max_new_tokens=9)
+    assert text(model, [[1, 2]], kind(model.train()), settings=GREEDY, max_new_tokens=9) == wanted
 
 
 def test_a_dropped_cache_is_noticed_though_the_positions_fit(kind):
@@ -217,7 +230,8 @@ def test_weights_that_are_no_numbers_are_reported_in_words(kind):
 def test_a_score_that_is_no_number_is_not_taken_for_a_key_that_nobody_sees(kernels):
     model = model_of("rope")
     decoder = NativeDecoder(model)
-    decoder.weights.blocks[1].qkv.values[:4] = torch.nan  # of the decoder's own copy, which reads no prompt
+    qkv = decoder.blocks[1].matrices[0]
+    qkv.words[0] = torch.nan  # of the decoder's own copy, which reads no prompt
     with pytest.raises(UserError, match="not a number"):
         text(model, [[1, 2]], decoder, settings=GREEDY, max_new_tokens=4)
 
@@ -292,6 +306,30 @@ def test_the_cost_of_rounding_is_a_share_of_the_loss():
     assert 0 < abs(cost_of_rounding(model, "int8", windows)) < 1e-3
 
 
+@pytest.mark.parametrize(("dtype", "in_word"), [(torch.float32, 1), (torch.bfloat16, 2), (torch.int8, 4)])
+def test_a_word_of_the_kernel_holds_neighbouring_columns_of_one_row(dtype, in_word):
+    values = torch.arange(18 * 10).view(18, 10).sub(90).to(dtype)
+    words = in_words(values)
+    assert words.shape == (2, 12 // in_word, 16, in_word)
+    assert words.is_contiguous()
+    for row in range(32):
+        for column in range(12):
+            wanted = int(values[row, column]) if row < 18 and column < 10 else 0
+            assert words[row // 16, column // in_word, row % 16, column % in_word] == wanted
+
+
+@pytest.mark.parametrize("lanes", [4, 16])
+def test_vector_registers_of_every_width_give_the_same(kernels, monkeypatch, lanes):
+    monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, f"-DROPELAB_LANES={lanes}"))
+    build.load.cache_clear()
+    model = model_of("rope", n_heads=3, n_kv_heads=1, d_model=42, d_ff=49)
+    for precision in ("fp32", "bf16", "int8"):
+        decoder = NativeDecoder(model, precision)
+        for rows in (1, 2, 7, 13, 26):
+            assert worst_error(decoder.model, decoder, [3] * rows, steps=3) < 1e-5
+    build.load.cache_clear()
+
+
 # --- Compiled ---
 
 
@@ -329,10 +367,17 @@ def no_kernel(monkeypatch, tmp_path):
     build.load.cache_clear()
 
 
+def test_the_kernel_saves_more_for_longer_and_for_more_texts():
+    model = model_of("rope")
+    assert seconds_saved(model, 1, 200) == pytest.approx(2 * seconds_saved(model, 1, 100))
+    assert seconds_saved(model, 1, 100) < seconds_saved(model, 2, 100) < 2 * seconds_saved(model, 1, 100)
+
+
 def test_a_short_text_is_not_worth_a_build_and_a_long_one_is(no_kernel, monkeypatch):
-    monkeypatch.setattr("model.decoding.choose.seconds_saved", lambda model, tokens: tokens)
+    monkeypatch.setattr("model.decoding.choose.seconds_saved", lambda model, rows, tokens: rows * tokens)
     model = model_of("rope")
     assert chosen(model, new_tokens=0.5) == ("eager", [])
+    assert len(chosen(model, new_tokens=0.5, rows=6)[1]) == 1  # many texts save more
     kind, said = chosen(model, new_tokens=3)
     assert (kind, len(said)) == ("eager", 1)
     assert "--decoder native" in said[0]
@@ -343,9 +388,9 @@ def test_a_short_text_is_not_worth_a_build_and_a_long_one_is(no_kernel, monkeypa
         assert chosen(model, new_tokens=1000) == ("native", [])
 
 
-def test_what_is_built_is_used_for_few_rows_and_not_for_many(kernels):
-    assert chosen(model_of("rope"), rows=1) == ("native", [])
-    assert chosen(model_of("rope"), rows=32) == ("eager", [])
+@pytest.mark.parametrize("rows", [1, 32])
+def test_what_is_built_is_used(kernels, rows):
+    assert chosen(model_of("rope"), rows=rows) == ("native", [])
 
 
 def test_the_kernel_is_for_float32(kernels):
@@ -438,10 +483,3 @@ def test_a_process_killed_while_it_builds_stops_no_other(no_kernel, monkeypatch,
         process.join()
     build.build(target)
     assert target.exists()
-
-
-def test_the_reading_of_memory_reads_every_number(kernels):
-    values = torch.arange(1000.0)
-    for threads in (1, 3):
-        torch.set_num_threads(threads)
-        assert read_all(values[:960]) == float(values[:960].sum())

@@ -17,10 +17,10 @@ from model.sampling_config import DecoderName, Precision
 from model.transformer import Transformer
 
 KINDS: dict[str, type[Decoder]] = {kind.name: kind for kind in (EagerDecoder, CompiledDecoder, NativeDecoder)}
-# From so many rows on PyTorch's matrix products are faster than the kernel, which is made for few.
-MANY_ROWS = 16
 # Where a token's time goes in the eager step on a laptop: a block's operations, and the weights that are read.
 SECONDS_A_BLOCK, BYTES_A_SECOND = 0.25e-3, 6e9
+# By what share of one row's time each further row lengthens the step.
+SHARE_OF_A_ROW = 1 / 8
 # What of it the kernel saves, at least.
 SAVED = 0.7
 
@@ -32,10 +32,11 @@ class Reading(NamedTuple):
     decoder: Decoder | None
 
 
-def seconds_saved(model: Transformer, new_tokens: int) -> float:
-    """Estimate what the kernel saves over so many tokens, one row at a time."""
+def seconds_saved(model: Transformer, rows: int, new_tokens: int) -> float:
+    """Estimate what the kernel saves over so many tokens of so many rows at once."""
     weights = sum(parameter.numel() * parameter.element_size() for parameter in model.parameters())
-    return new_tokens * SAVED * (len(model.layers) * SECONDS_A_BLOCK + weights / BYTES_A_SECOND)
+    step = len(model.layers) * SECONDS_A_BLOCK + weights / BYTES_A_SECOND
+    return new_tokens * SAVED * step * (1 + SHARE_OF_A_ROW * (rows - 1))
 
 
 def obstacle(model: Transformer, kind: str) -> str | None:
@@ -52,11 +53,11 @@ def automatic(model: Transformer, rows: int, new_tokens: int, say: Callable[[str
     """Return what is fastest here, without a wait that does not pay."""
     if model.position.reads_content:
         return "model"
-    if rows >= MANY_ROWS or obstacle(model, "native") is not None:
+    if obstacle(model, "native") is not None:
         return "eager"
     if build.is_built():
         return "native"
-    saved = seconds_saved(model, new_tokens)
+    saved = seconds_saved(model, rows, new_tokens)
     if saved < 1 or not build.has_compiler():
         return "eager"
     if saved < 2 * build.BUILD_SECONDS:
@@ -75,10 +76,10 @@ def choose_decoder(
 ) -> Reading:
     """Return what reads prompts and new tokens for `generate(reading.model, ..., decoder=reading.decoder)`.
 
-    `model` is the definition, `Transformer.forward`; `auto` takes the native kernel for few rows on a CPU where it is
-    built or the asked tokens pay for building it, else the eager step. On a CPU, bf16 and int8 round the weights and
-    compute in float32; on another device bf16 is the precision of all, and int8 is refused (UserError). What cannot be
-    had is replaced, and `say` told why in one line.
+    `model` is the definition, `Transformer.forward`; `auto` takes the native kernel on a CPU where it is built or the
+    asked tokens pay for building it, else the eager step. On a CPU, bf16 and int8 round the weights and compute in
+    float32; on another device bf16 is the precision of all, and int8 is refused (UserError). What cannot be had is
+    replaced, and `say` told why in one line.
     """
     on_cpu = model.norm.weight.device.type == "cpu"
     if precision == "int8" and not on_cpu:

@@ -12,7 +12,7 @@ from model.cache import Cache, LayerCache
 from model.decoding.build import BuildError, first_error
 from model.decoding.decoder import Decoder
 from model.decoding.eager import EagerDecoder
-from model.decoding.weights import Matrix
+from model.decoding.weights import Matrix, decode_weights
 from model.sampling_config import Precision
 from model.transformer import Transformer
 
@@ -25,12 +25,16 @@ class CompiledDecoder(EagerDecoder):
 
     def __init__(self, model: Transformer, precision: Precision = "fp32") -> None:
         probe()
-        Decoder.__init__(self, model, precision)  # rows stay rows: the product is written out below
+        Decoder.__init__(self, model, precision)
+        self.eps, self.weights = self.small_number(), decode_weights(self.model, precision)
         self.slot = torch.zeros(1, dtype=torch.long, device=model.norm.weight.device)
         self.block = torch.compile(self.block, dynamic=False)  # type: ignore[method-assign]
 
     def read_as(self, precision: Precision) -> Precision:
         return precision
+
+    def lay_out(self, for_one_row: bool) -> None:
+        """Leave the matrices as they are: rows of memory are what the product written below reads."""
 
     def begin_token(self, i: int, cache: Cache) -> None:
         self.slot = torch.full_like(self.slot, cache.used)

@@ -10,8 +10,9 @@ from torch import Tensor
 
 from model.cache import Cache
 from model.decoding.ahead import Ahead
-from model.decoding.weights import decode_weights, rounded
+from model.decoding.weights import rounded
 from model.position.scheme import PositionScheme
+from model.sampling import evaluating
 from model.sampling_config import Precision
 from model.transformer import Transformer
 
@@ -31,9 +32,9 @@ class Decoder(ABC):
     def __init__(self, model: Transformer, precision: Precision = "fp32") -> None:
         assert not model.position.reads_content, "a scheme that reads content is decoded by the model itself"
         self.model, self.precision = rounded(model, precision), precision
-        self.weights = decode_weights(self.model, self.read_as(precision))
-        self.acts = [self.model.position.applies_to(layer) for layer in range(len(self.weights.blocks))]
+        self.acts = [self.model.position.applies_to(layer) for layer in range(len(self.model.layers))]
         self.stretches = stretches(self.model)
+        self.modules = list(self.model.modules())
         self.ahead: Ahead | None = None
 
     def read_as(self, precision: Precision) -> Precision:
@@ -44,10 +45,12 @@ class Decoder(ABC):
         """Return the logits (B, V) after `tokens`, one a row, that stand at `positions`; -1: the row has ended."""
         i = None if self.ahead is None else self.ahead.index(cache, positions)
         if i is None:
-            self.look_ahead(cache, positions)
+            with evaluating(self.modules):  # here alone: to ask every module before each token takes too long
+                self.look_ahead(cache, positions)
             i = 0
         assert self.ahead is not None
-        x = self.model.embed_tokens.weight[torch.tensor(tokens, device=cache.positions.device)]  # B C
+        ids = torch.tensor(tokens, device=cache.positions.device)
+        x = self.model.embed_tokens.weight.index_select(0, ids)  # B C, a copy
         self.begin_token(i, cache)
         for first, last in self.stretches:
             if self.embeds_at(first):

@@ -1,11 +1,12 @@
 // One token of every row through a range of blocks: the CPU kernel behind model/decoding/native.py.
 //
-// The contract is that of model/decoding/blocks.py: embedded input, tables of cosines and sines, a row of the mask,
+// The contract is that of model/decoding/decoder.py: embedded input, tables of cosines and sines, a row of the mask,
 // the caches, the weights. Nothing here knows a positional scheme. No header of PyTorch is included, so that this
 // file builds in seconds; the structs at the end of the first part are mirrored in native.py.
 //
-// All sums are float32. Loops are written for the compiler's vectoriser (`omp simd` allows it to reorder a sum), so
-// the same text serves AVX2, AVX-512 and ARM. Threads split the rows of a matrix and meet at a barrier between phases.
+// All sums are float32. Matrix products are written in vectors of whatever width the processor has, by the compiler's
+// own extension, and other loops for its vectoriser (`omp simd` allows it to reorder a sum), so the same text serves
+// AVX2, AVX-512 and ARM. Threads split the rows of a matrix and meet at a barrier between phases.
 
 #include <algorithm>
 #include <atomic>
@@ -13,12 +14,10 @@
 #include <cstdint>
 #include <cstring>
 #include <memory>
+#include <vector>
 
 #ifdef _OPENMP
 #include <omp.h>
-#endif
-#ifdef __AVX2__
-#include <immintrin.h>
 #endif
 
 namespace {
@@ -27,14 +26,18 @@ namespace {
 
 enum Kind : int32_t { kFloat32 = 0, kBFloat16 = 1, kInt8 = 2 };
 
-struct Matrix {  // row-major; the weight is scales[row] * values[row][column], without scales 1 * values
-    const void* values;
-    const float* scales;
+// Rows in groups of 16, in a group words of 32 bits: 16 words, one of each row, hold the first columns (1 of float32,
+// 2 of bfloat16, 4 of int8; the first in the lowest bits), the next 16 words the next ones. So a group is read as one
+// stream, a vector register takes the same columns of as many rows as it has lanes, and no sum runs across its lanes.
+// Missing rows of the last group and columns up to a multiple of 4 are zero.
+struct Matrix {
+    const void* words;
+    const float* scales;  // the weight is scales[row] * value; null: the value itself
     int64_t rows, columns;
 };
 
 struct Block {
-    Matrix qkv, o, gate_up, down;  // qkv: rows of q, then k, then v; gate_up: rows of gate, then up
+    Matrix qkv, o, gate, up, down;  // qkv: rows of q, then k, then v
     const float *input_norm, *post_norm, *q_norm, *k_norm;  // q_norm and k_norm: null without qk_norm
     float *keys, *values;                                   // (B, G, capacity, D)
     int64_t acts;                                           // whether rotation and bias act in this block
@@ -50,8 +53,7 @@ struct Step {
     double eps;
     const Block* blocks;
     float* x;                 // (B, C), read and written
-    float *projected, *mixed, *gated;  // scratch (B, (H + 2G) D), (B, H D), (B, 2 hidden)
-    float* scores;            // scratch (threads, slots + 1)
+    float *projected, *mixed, *gated, *raised;  // scratch (B, (H + 2G) D), then padded (B, H D) and twice (B, hidden)
     const Matrix* head;       // null: stop before the last norm
     const float* last_norm;
     float* logits;            // (B, V)
@@ -118,15 +120,6 @@ void in_parallel(int threads, Body body) {
 
 // --- Small math ---
 
-inline float widened(float value) { return value; }
-inline float widened(int8_t value) { return static_cast<float>(value); }
-inline float widened(uint16_t value) {  // bfloat16 is the upper half of a float32
-    const uint32_t bits = static_cast<uint32_t>(value) << 16;
-    float wide;
-    std::memcpy(&wide, &bits, sizeof wide);
-    return wide;
-}
-
 // e^x to 2e-7 (relative), as 2^n e^r with |r| <= ln(2)/2 and the Taylor series of e^r: a loop over it vectorises.
 inline float exponential(float x) {
     x = std::min(std::max(x, -87.0f), 88.0f);
@@ -168,73 +161,99 @@ void turn(float* x, const float* cos, const float* sin, int64_t pairs, bool is_a
     }
 }
 
-// --- Matrix times vectors: each weight is read once for up to four rows of the batch ---
+// --- Matrix times vectors ---
 
-#if defined(__AVX2__) && defined(__FMA__)
-// Eight weights as float32. Left to itself, GCC widens bytes in ten instructions where the processor has one.
-inline __m256 lanes(const float* w) { return _mm256_loadu_ps(w); }
-inline __m256 lanes(const uint16_t* w) {
-    const __m256i wide = _mm256_cvtepu16_epi32(_mm_loadu_si128(reinterpret_cast<const __m128i*>(w)));
-    return _mm256_castsi256_ps(_mm256_slli_epi32(wide, 16));
-}
-inline __m256 lanes(const int8_t* w) {
-    return _mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64(reinterpret_cast<const __m128i*>(w))));
-}
-inline float total(__m256 v) {
-    __m128 s = _mm_add_ps(_mm256_castps256_ps128(v), _mm256_extractf128_ps(v, 1));
-    s = _mm_add_ps(s, _mm_movehl_ps(s, s));
-    return _mm_cvtss_f32(_mm_add_ss(s, _mm_movehdup_ps(s)));
-}
-#define ROPELAB_LANES 8
-#endif
-
-// out[r][n] = sum_i w[r][i] x[n][i] for R rows of the matrix and N of the batch.
-template <int R, int N, class W>
-inline void dots(const W* w, int64_t columns, const float* x, int64_t x_stride, float (&out)[R][N]) {
-    int64_t i = 0;
-#ifdef ROPELAB_LANES
-    constexpr int U = R * N < 4 ? 4 : R * N < 8 ? 2 : 1;  // sums enough to hide the latency of an addition
-    __m256 sum[R][N][U];
-    for (auto& row : sum)
-        for (auto& cell : row)
-            for (auto& part : cell) part = _mm256_setzero_ps();
-    for (; i + 8 * U <= columns; i += 8 * U)
-        for (int u = 0; u < U; ++u)
-            for (int r = 0; r < R; ++r) {
-                const __m256 weights = lanes(w + r * columns + i + 8 * u);
-                for (int n = 0; n < N; ++n)
-                    sum[r][n][u] =
-                        _mm256_fmadd_ps(weights, _mm256_loadu_ps(x + n * x_stride + i + 8 * u), sum[r][n][u]);
-            }
-    for (int r = 0; r < R; ++r)
-        for (int n = 0; n < N; ++n) {
-            for (int u = 1; u < U; ++u) sum[r][n][0] = _mm256_add_ps(sum[r][n][0], sum[r][n][u]);
-            out[r][n] = total(sum[r][n][0]);
-        }
+#if defined(ROPELAB_LANES)  // for tests: a compiler makes other widths up from what the processor has
+constexpr int kLanes = ROPELAB_LANES;
+#elif defined(__AVX512F__)
+constexpr int kLanes = 16;
+#elif defined(__AVX2__)
+constexpr int kLanes = 8;
 #else
-    for (auto& row : out)
-        for (float& cell : row) cell = 0;
+constexpr int kLanes = 4;
 #endif
-    for (int r = 0; r < R; ++r)
-        for (int n = 0; n < N; ++n) {
-            const W* row = w + r * columns;
-            const float* in = x + n * x_stride;
-            float rest = 0;
-#pragma omp simd reduction(+ : rest)
-            for (int64_t j = i; j < columns; ++j) rest += widened(row[j]) * in[j];
-            out[r][n] += rest;
-        }
+constexpr int kGroup = 16, kParts = kGroup / kLanes;  // rows in a group, registers for them
+constexpr int kMost = 12 / kParts;  // vectors multiplied at once: 12 registers hold sums, of 16 that there are at least
+constexpr int kQuad = 4;  // columns in a step of the loops
+
+using Floats = float __attribute__((vector_size(4 * kLanes)));
+using Words = uint32_t __attribute__((vector_size(4 * kLanes)));
+using Integers = int32_t __attribute__((vector_size(4 * kLanes)));
+
+int64_t rounded_up(int64_t count, int64_t unit) { return (count + unit - 1) / unit * unit; }
+
+// Column `k` of the four that begin at `quad`, for the rows of register `part`.
+template <class W>
+inline Floats weights_at(const uint32_t* quad, int k, int part) {
+    constexpr int kInWord = 4 / sizeof(W);
+    Words words;
+    std::memcpy(&words, quad + k / kInWord * kGroup + part * kLanes, sizeof words);
+    if constexpr (sizeof(W) == 4) return (Floats)words;
+    // bfloat16 is the upper half of a float32.
+    if constexpr (sizeof(W) == 2) return (Floats)(k % 2 ? words & 0xffff0000u : words << 16);
+    return __builtin_convertvector((Integers)(words << (24 - 8 * (k % 4))) >> 24, Floats);
 }
 
 // Asks for what is read some kilobytes later: the processor's own prefetching begins anew with every page.
-template <class W>
-inline void fetch_ahead(const W* from, int64_t count) {
-#ifdef __GNUC__
+inline void fetch_ahead(const uint32_t* from, int64_t count) {
     constexpr int64_t kAhead = 8192;  // bytes
     const char* bytes = reinterpret_cast<const char*>(from) + kAhead;
-    for (int64_t i = 0; i < count * static_cast<int64_t>(sizeof(W)); i += 64) __builtin_prefetch(bytes + i);
-#endif
+    for (int64_t i = 0; i < count * 4; i += 64) __builtin_prefetch(bytes + i);
 }
+
+// out[n][row] = sum over columns of weight[row][column] x[n][column], for the rows of one group and N vectors.
+template <class W, int N>
+void products(const uint32_t* group, int64_t columns, const float* x, int64_t x_stride, float (*out)[kGroup]) {
+    constexpr int kWords = kQuad * kGroup * sizeof(W) / 4;  // in four columns
+    constexpr int kChains = std::clamp(8 / (N * kParts), 1, kQuad);  // sums enough to hide the latency of an addition
+    Floats sums[N][kChains][kParts] = {};
+    for (int64_t c = 0; c < columns; c += kQuad, group += kWords) {
+        if constexpr (N == 1) fetch_ahead(group, kWords);
+        for (int k = 0; k < kQuad; ++k) {
+            Floats weights[kParts];
+            for (int part = 0; part < kParts; ++part) weights[part] = weights_at<W>(group, k, part);
+            for (int n = 0; n < N; ++n)
+                for (int part = 0; part < kParts; ++part)
+                    sums[n][k % kChains][part] += weights[part] * x[n * x_stride + c + k];
+        }
+    }
+    for (int n = 0; n < N; ++n) {
+        for (int chain = 1; chain < kChains; ++chain)
+            for (int part = 0; part < kParts; ++part) sums[n][0][part] += sums[n][chain][part];
+        std::memcpy(out[n], sums[n][0], sizeof out[n]);
+    }
+}
+
+template <int N = kMost>
+void products_of_few(int64_t few, const float* group, int64_t columns, const float* x, int64_t x_stride,
+                     float (*out)[kGroup]) {
+    if constexpr (N > 1)
+        if (few < N) return products_of_few<N - 1>(few, group, columns, x, x_stride, out);
+    products<float, N>(reinterpret_cast<const uint32_t*>(group), columns, x, x_stride, out);
+}
+
+// The same group with its values as float32.
+template <class W>
+const float* widened(const uint32_t* group, int64_t columns, std::vector<float>& room) {
+    if constexpr (sizeof(W) == 4) return reinterpret_cast<const float*>(group);
+    room.resize(kGroup * rounded_up(columns, kQuad));
+    float* out = room.data();
+    constexpr int kWords = kQuad * kGroup * sizeof(W) / 4;
+    for (int64_t c = 0; c < columns; c += kQuad, group += kWords) {
+        fetch_ahead(group, kWords);
+        for (int k = 0; k < kQuad; ++k)
+            for (int part = 0; part < kParts; ++part, out += kLanes) {
+                const Floats weights = weights_at<W>(group, k, part);
+                std::memcpy(out, &weights, sizeof weights);
+            }
+    }
+    return room.data();
+}
+
+struct Vectors {  // the batch: (count, columns); of each vector as many more as make a multiple of 4 are zero
+    const float* values;
+    int64_t stride, count;
+};
 
 struct Output {  // value[b * stride + row] = product, or += product
     float* values;
@@ -242,49 +261,61 @@ struct Output {  // value[b * stride + row] = product, or += product
     bool adds;
 };
 
-// Rows [begin, end) for N rows of the batch from b on, R rows of the matrix at a time; returns the first row left over.
-template <int R, int N, class W>
-int64_t stripe(const Matrix& m, int64_t begin, int64_t end, const float* x, int64_t x_stride, int64_t b,
-               const Output& output) {
-    const W* values = static_cast<const W*>(m.values);
-    float product[R][N];
-    for (; begin + R <= end; begin += R) {
-        fetch_ahead(values + begin * m.columns, R * m.columns);
-        dots<R, N, W>(values + begin * m.columns, m.columns, x + b * x_stride, x_stride, product);
-        for (int r = 0; r < R; ++r)
-            for (int n = 0; n < N; ++n) {
-                float& cell = output.values[(b + n) * output.stride + begin + r];
-                const float scaled = product[r][n] * (m.scales ? m.scales[begin + r] : 1.0f);
-                cell = output.adds ? cell + scaled : scaled;
-            }
+void put(const float* product, const float* scales, int64_t count, float* to, bool adds) {
+#pragma omp simd
+    for (int64_t i = 0; i < count; ++i) {
+        const float scaled = scales ? product[i] * scales[i] : product[i];
+        to[i] = adds ? to[i] + scaled : scaled;
     }
-    return begin;
 }
 
 template <class W>
-void rows_of(const Matrix& m, int64_t begin, int64_t end, const float* x, int64_t x_stride, int64_t batch,
-             const Output& output) {
-    constexpr int64_t kPanel = 32;  // rows of the matrix that stay in the cache while the batch passes by
-    for (; begin < end; begin += kPanel) {
-        const int64_t stop = std::min(end, begin + kPanel);
-        int64_t b = 0;
-        for (; b + 4 <= batch; b += 4) {
-            const int64_t left = stripe<2, 4, W>(m, begin, stop, x, x_stride, b, output);
-            stripe<1, 4, W>(m, left, stop, x, x_stride, b, output);
-        }
-        // Row after row for a single vector: memory is then read as one stream.
-        for (; b < batch; ++b) stripe<1, 1, W>(m, begin, stop, x, x_stride, b, output);
+void multiply_group(const Matrix& m, int64_t row, const Vectors& x, const Output& output, std::vector<float>& room) {
+    const uint32_t* group = static_cast<const uint32_t*>(m.words) + row * rounded_up(m.columns, kQuad) * sizeof(W) / 4;
+    float product[kMost][kGroup];
+    const auto put_all = [&](int64_t b, int64_t end) {
+        for (int64_t first = b; b < end; ++b)
+            put(product[b - first], m.scales ? m.scales + row : nullptr, std::min<int64_t>(kGroup, m.rows - row),
+                output.values + b * output.stride + row, output.adds);
+    };
+    if (x.count == 1) {
+        products<W, 1>(group, m.columns, x.values, x.stride, product);
+        return put_all(0, 1);
+    }
+    // Each weight is read from memory and widened once for the whole batch.
+    const float* wide = widened<W>(group, m.columns, room);
+    const int64_t blocks = (x.count + kMost - 1) / kMost;
+    for (int64_t block = 0; block < blocks; ++block) {
+        const int64_t b = x.count * block / blocks, end = x.count * (block + 1) / blocks;
+        products_of_few(end - b, wide, m.columns, x.values + b * x.stride, x.stride, product);
+        put_all(b, end);
     }
 }
 
-void multiply(int64_t kind, const Matrix& m, int64_t begin, int64_t end, const float* x, int64_t x_stride,
-              int64_t batch, const Output& output) {
-    if (kind == kFloat32) rows_of<float>(m, begin, end, x, x_stride, batch, output);
-    if (kind == kBFloat16) rows_of<uint16_t>(m, begin, end, x, x_stride, batch, output);
-    if (kind == kInt8) rows_of<int8_t>(m, begin, end, x, x_stride, batch, output);
+// This thread's groups of a matrix's rows.
+void multiply(int64_t kind, const Matrix& m, const Worker& worker, const Vectors& x, const Output& output,
+              std::vector<float>& room) {
+    for (int64_t row = worker.begin(m.rows, kGroup); row < worker.end(m.rows, kGroup); row += kGroup) {
+        if (kind == kFloat32) multiply_group<float>(m, row, x, output, room);
+        if (kind == kBFloat16) multiply_group<uint16_t>(m, row, x, output, room);
+        if (kind == kInt8) multiply_group<int8_t>(m, row, x, output, room);
+    }
 }
 
 // --- Attention of one query head of one row ---
+
+// out[s] = key s * q
+void dots(const float* keys, const float* q, int64_t count, int64_t size, float* out) {
+    int64_t s = 0;
+    for (; s + 4 <= count; s += 4) {
+        const float *k0 = keys + s * size, *k1 = k0 + size, *k2 = k1 + size, *k3 = k2 + size;
+        float a = 0, b = 0, c = 0, d = 0;
+#pragma omp simd reduction(+ : a, b, c, d)
+        for (int64_t i = 0; i < size; ++i) a += k0[i] * q[i], b += k1[i] * q[i], c += k2[i] * q[i], d += k3[i] * q[i];
+        out[s] = a, out[s + 1] = b, out[s + 2] = c, out[s + 3] = d;
+    }
+    for (; s < count; ++s) out[s] = dot(keys + s * size, q, size);
+}
 
 void add_values(const float* v, const float* weights, int64_t count, int64_t size, float* out) {
     int64_t s = 0;
@@ -327,24 +358,28 @@ void prepare(float* x, const float* norm, const Step& step, const Block& block, 
     if (step.pairs && block.acts) turn(x, cos + offset, sin + offset, step.pairs, step.is_adjacent);
 }
 
+struct Own {  // what a thread works in alone
+    std::vector<float> normed, scores, key, group;
+};
+
 // Every head turns the newest key for itself, which is cheaper than to meet at a barrier; one head stores it.
-void attend(const Step& step, const Block& block, int64_t row, int64_t head, float* scores, float* key) {
+void attend(const Step& step, const Block& block, int64_t row, int64_t head, Own& own) {
     const int64_t D = step.head_dim, sharing = step.heads / step.kv_heads, group = head / sharing, S = step.slots;
     float* projected = step.projected + row * (step.heads + 2 * step.kv_heads) * D;
     float* q = projected + head * D;
     const float* v = projected + (step.heads + step.kv_heads + group) * D;
     float* keys = block.keys + (row * step.kv_heads + group) * step.capacity * D;
     float* values = block.values + (row * step.kv_heads + group) * step.capacity * D;
-    float* out = step.mixed + (row * step.heads + head) * D;
+    float* out = step.mixed + row * rounded_up(step.heads * D, kQuad) + head * D;
+    float *scores = own.scores.data(), *key = own.key.data();
 
     std::copy_n(projected + (step.heads + group) * D, D, key);
     prepare(key, block.k_norm, step, block, step.k_cos, step.k_sin, row);
     prepare(q, block.q_norm, step, block, step.q_cos, step.q_sin, row);
     const float scale = 1.0f / std::sqrt(static_cast<float>(D));
-    const Matrix past{keys, nullptr, S, D};
 #pragma omp simd
     for (int64_t i = 0; i < D; ++i) q[i] *= scale;
-    rows_of<float>(past, 0, S, q, D, 1, Output{scores, S + 1, false});
+    dots(keys, q, S, D, scores);
     scores[S] = dot(q, key, D);
     const float* added = block.acts ? step.bias : step.mask;
     if (added) {
@@ -364,48 +399,47 @@ void attend(const Step& step, const Block& block, int64_t row, int64_t head, flo
 
 // --- One token ---
 
-void run_block(const Step& step, const Block& block, const Worker& worker, float* normed, float* scores, float* key) {
-    const int64_t C = step.width, B = step.rows, mixed = step.heads * step.head_dim;
-    const float eps = static_cast<float>(step.eps);
-    const auto norm_all = [&](const float* weight) {  // by every thread for itself: no barrier
-        for (int64_t b = 0; b < B; ++b) rms_norm(step.x + b * C, weight, eps, C, normed + b * C);
+// All rows of x, normed, by every thread for itself: no barrier.
+Vectors normed(const Step& step, const float* weight, Own& own) {
+    const int64_t C = step.width, stride = rounded_up(C, kQuad);
+    for (int64_t b = 0; b < step.rows; ++b)
+        rms_norm(step.x + b * C, weight, static_cast<float>(step.eps), C, own.normed.data() + b * stride);
+    return {own.normed.data(), stride, step.rows};
+}
+
+void run_block(const Step& step, const Block& block, const Worker& worker, Own& own) {
+    const int64_t B = step.rows, H = step.heads, F = step.hidden;
+    const int64_t mixed = rounded_up(H * step.head_dim, kQuad), gated = rounded_up(F, kQuad);
+    const auto times = [&](const Matrix& m, const Vectors& x, const Output& output) {
+        multiply(step.kind, m, worker, x, output, own.group);
     };
-    const Output to_x{step.x, C, true};
+    const Output to_x{step.x, step.width, true};
 
-    norm_all(block.input_norm);
-    const int64_t outputs = block.qkv.rows;
-    multiply(step.kind, block.qkv, worker.begin(outputs, 4), worker.end(outputs, 4), normed, C, B,
-             Output{step.projected, outputs, false});
+    times(block.qkv, normed(step, block.input_norm, own), {step.projected, block.qkv.rows, false});
     worker.barrier->wait();
 
-    for (int64_t unit = worker.begin(B * step.heads, 1); unit < worker.end(B * step.heads, 1); ++unit)
-        attend(step, block, unit / step.heads, unit % step.heads, scores, key);
+    for (int64_t unit = worker.begin(B * H, 1); unit < worker.end(B * H, 1); ++unit)
+        attend(step, block, unit / H, unit % H, own);
     worker.barrier->wait();
 
-    multiply(step.kind, block.o, worker.begin(C, 4), worker.end(C, 4), step.mixed, mixed, B, to_x);
+    times(block.o, {step.mixed, mixed, B}, to_x);
     worker.barrier->wait();
 
-    norm_all(block.post_norm);
-    const int64_t F = step.hidden, begin = worker.begin(F, 4), end = worker.end(F, 4);
-    const Output gated{step.gated, 2 * F, false};
-    multiply(step.kind, block.gate_up, begin, end, normed, C, B, gated);
-    multiply(step.kind, block.gate_up, F + begin, F + end, normed, C, B, gated);
-    for (int64_t b = 0; b < B; ++b) {
-        float* gate = step.gated + 2 * F * b + begin;
-        silu_times(gate, gate + F, end - begin);
-    }
+    const Vectors x = normed(step, block.post_norm, own);
+    times(block.gate, x, {step.gated, gated, false});
+    times(block.up, x, {step.raised, gated, false});
+    const int64_t begin = worker.begin(F, kGroup), count = worker.end(F, kGroup) - begin;
+    for (int64_t b = 0; b < B; ++b)
+        silu_times(step.gated + b * gated + begin, step.raised + b * gated + begin, count);
     worker.barrier->wait();
 
-    multiply(step.kind, block.down, worker.begin(C, 4), worker.end(C, 4), step.gated, 2 * F, B, to_x);
+    times(block.down, {step.gated, gated, B}, to_x);
     worker.barrier->wait();
 }
 
-void run_head(const Step& step, const Worker& worker, float* normed) {
-    const int64_t C = step.width, V = step.head->rows;
-    for (int64_t b = 0; b < step.rows; ++b)
-        rms_norm(step.x + b * C, step.last_norm, static_cast<float>(step.eps), C, normed + b * C);
-    multiply(step.kind, *step.head, worker.begin(V, 4), worker.end(V, 4), normed, C, step.rows,
-             Output{step.logits, V, false});
+void run_head(const Step& step, const Worker& worker, Own& own) {
+    multiply(step.kind, *step.head, worker, normed(step, step.last_norm, own), {step.logits, step.head->rows, false},
+             own.group);
 }
 
 }  // namespace
@@ -413,27 +447,13 @@ void run_head(const Step& step, const Worker& worker, float* normed) {
 extern "C" void ropelab_step(const Step* given) {
     const Step step = *given;
     in_parallel(static_cast<int>(step.threads), [&](const Worker& worker) {
-        std::unique_ptr<float[]> normed(new float[step.rows * step.width]), key(new float[step.head_dim]);
-        float* scores = step.scores + worker.id * (step.slots + 1);
-        for (int64_t layer = step.first; layer < step.last; ++layer)
-            run_block(step, step.blocks[layer], worker, normed.get(), scores, key.get());
-        if (step.head) run_head(step, worker, normed.get());
+        static thread_local Own own;  // kept from token to token: large pieces of fresh memory are slow
+        own.normed.assign(step.rows * rounded_up(step.width, kQuad), 0);
+        own.scores.resize(step.slots + 1);
+        own.key.resize(step.head_dim);
+        for (int64_t layer = step.first; layer < step.last; ++layer) run_block(step, step.blocks[layer], worker, own);
+        if (step.head) run_head(step, worker, own);
     });
-}
-
-// The sum of `count` floats, read by all threads: what the machine's memory can do, for benchmarks.
-extern "C" float ropelab_read(const float* values, int64_t count, int64_t threads) {
-    std::atomic<float> total{0};
-    in_parallel(static_cast<int>(threads), [&](const Worker& worker) {
-        const int64_t begin = worker.begin(count, 64), quarter = (worker.end(count, 64) - begin) / 4;
-        const float *a = values + begin, *b = a + quarter, *c = b + quarter, *d = c + quarter;
-        float s = 0, t = 0, u = 0, v = 0;
-#pragma omp simd reduction(+ : s, t, u, v)
-        for (int64_t i = 0; i < quarter; ++i) s += a[i], t += b[i], u += c[i], v += d[i];
-        float seen = total.load();
-        while (!total.compare_exchange_weak(seen, seen + s + t + u + v)) {}
-    });
-    return total.load();
 }
 
 // The sizes of the structs: the caller's mirror of them must agree.

@@ -3,18 +3,21 @@
 import ctypes
 from collections.abc import Sequence
 from ctypes import c_double, c_int64, c_void_p
+from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from model.cache import Cache
 from model.decoding import build
 from model.decoding.decoder import Decoder
-from model.decoding.weights import BlockWeights, Matrix
+from model.decoding.weights import BlockWeights, Matrix, decode_weights
 from model.sampling_config import Precision
 from model.transformer import Transformer
 
 KINDS: dict[torch.dtype, int] = {torch.float32: 0, torch.bfloat16: 1, torch.int8: 2}
+GROUP = 16  # rows that the kernel reads together
 
 
 def fields(kind: type, names: str) -> list[tuple[str, type]]:
@@ -32,7 +35,7 @@ class CBlock(ctypes.Structure):
     """`Block` of native.cpp."""
 
     _fields_ = [
-        *fields(CMatrix, "qkv o gate_up down"),
+        *fields(CMatrix, "qkv o gate up down"),
         *fields(c_void_p, "input_norm post_norm q_norm k_norm keys values"),
         *fields(c_int64, "acts"),
     ]
@@ -49,7 +52,7 @@ class CStep(ctypes.Structure):
         *fields(c_void_p, "bias mask"),
         *fields(c_int64, "bias_row_stride bias_head_stride mask_row_stride"),
         *fields(c_double, "eps"),
-        *fields(c_void_p, "blocks x projected mixed gated scores head last_norm logits"),
+        *fields(c_void_p, "blocks x projected mixed gated raised head last_norm logits"),
     ]
 
 
@@ -59,15 +62,8 @@ def kernel() -> ctypes.CDLL:
     library.ropelab_sizes.restype = c_int64
     sizes = [ctypes.sizeof(struct) for struct in (CMatrix, CBlock, CStep)]
     assert library.ropelab_sizes() == sizes[0] * 1000000 + sizes[1] * 1000 + sizes[2], "native.cpp has other structs"
-    library.ropelab_read.restype = ctypes.c_float
-    library.ropelab_read.argtypes = [c_void_p, c_int64, c_int64]
     library.ropelab_step.restype = None
     return library
-
-
-def read_all(values: Tensor) -> float:
-    """Return the sum of a float32 tensor, read by all threads: as fast as the machine's memory allows."""
-    return float(kernel().ropelab_read(values.data_ptr(), values.numel(), torch.get_num_threads()))
 
 
 def address(tensor: Tensor | None) -> int | None:
@@ -76,16 +72,56 @@ def address(tensor: Tensor | None) -> int | None:
     return None if tensor is None else tensor.data_ptr()
 
 
-def c_matrix(matrix: Matrix) -> CMatrix:
-    """Return the kernel's view of a matrix."""
-    return CMatrix(address(matrix.values), address(matrix.scales), *matrix.values.shape)
+def in_words(values: Tensor) -> Tensor:
+    """Lay out a matrix (rows, columns) as the kernel reads it, (groups, words a row, 16, columns a word).
+
+    Rows in groups of 16, columns in words of 32 bits, the words of a group's rows beside each other; zeros fill up.
+    """
+    in_word = 4 // values.element_size()
+    padded = F.pad(values, (0, -values.shape[1] % 4, 0, -len(values) % GROUP))
+    return padded.view(-1, GROUP, padded.shape[1] // in_word, in_word).transpose(1, 2).contiguous()
 
 
-def c_block(weights: BlockWeights, acts: bool) -> CBlock:
-    """Return the kernel's view of a block, without its cache."""
-    matrices = map(c_matrix, (weights.qkv, weights.o, weights.gate_up, weights.down))
-    norms = map(address, (weights.input_norm, weights.post_norm, weights.q_norm, weights.k_norm))
-    return CBlock(*matrices, *norms, None, None, int(acts))
+class Packed(NamedTuple):
+    """A matrix as the kernel reads it."""
+
+    words: Tensor
+    scales: Tensor | None
+    rows: int
+    columns: int
+
+    def c_matrix(self) -> CMatrix:
+        """Return the kernel's view."""
+        return CMatrix(address(self.words), address(self.scales), self.rows, self.columns)
+
+
+def packed(matrix: Matrix) -> Packed:
+    """Lay out a matrix anew."""
+    return Packed(in_words(matrix.values), matrix.scales, *matrix.values.shape)
+
+
+def halves(matrix: Matrix) -> tuple[Matrix, Matrix]:
+    """Divide a matrix into the upper and the lower half of its rows."""
+    scales = (None, None) if matrix.scales is None else matrix.scales.chunk(2)
+    upper, lower = map(Matrix, matrix.values.chunk(2), scales)
+    return upper, lower
+
+
+class PackedBlock(NamedTuple):
+    """One block's weights as the kernel reads them."""
+
+    matrices: list[Packed]  # qkv, o, gate, up, down
+    norms: list[Tensor | None]  # input, post, q, k
+
+    def c_block(self, acts: bool) -> CBlock:
+        """Return the kernel's view, without its cache."""
+        return CBlock(*(m.c_matrix() for m in self.matrices), *map(address, self.norms), None, None, int(acts))
+
+
+def packed_block(weights: BlockWeights) -> PackedBlock:
+    """Lay out one block's matrices anew."""
+    matrices = (weights.qkv, weights.o, *halves(weights.gate_up), weights.down)
+    return PackedBlock([*map(packed, matrices)], [*weights[4:]])
 
 
 def stride(tensor: Tensor | None, dim: int) -> int:
@@ -104,25 +140,28 @@ class NativeDecoder(Decoder):
         self.library = kernel()
         super().__init__(model, precision)
         config = self.model.config
-        self.blocks = (CBlock * config.n_layers)(*map(c_block, self.weights.blocks, self.acts))
-        self.head = c_matrix(self.weights.head)
+        weights = decode_weights(self.model, precision)
+        self.blocks = [packed_block(block) for block in weights.blocks]
+        self.head, self.last_norm = packed(weights.head), weights.last_norm
+        self.c_blocks = (CBlock * config.n_layers)(*map(PackedBlock.c_block, self.blocks, self.acts))
+        self.c_head = self.head.c_matrix()
         self.step = CStep(
             heads=config.n_heads,
             kv_heads=config.kv_heads,
             head_dim=config.head_dim,
             width=config.d_model,
             hidden=config.hidden_width,
-            kind=KINDS[self.weights.head.values.dtype],
+            kind=KINDS[self.head.words.dtype],
             eps=config.norm_eps,
-            blocks=ctypes.addressof(self.blocks),
-            last_norm=address(self.weights.last_norm),
+            blocks=ctypes.addressof(self.c_blocks),
+            last_norm=address(self.last_norm),
         )
 
     def look_ahead(self, cache: Cache, positions: Sequence[int]) -> None:
         super().look_ahead(cache, positions)
         assert self.ahead is not None
         step, config, rows = self.step, self.model.config, len(positions)
-        for block, layer in zip(self.blocks, cache.layers, strict=True):
+        for block, layer in zip(self.c_blocks, cache.layers, strict=True):
             block.keys, block.values = address(layer.keys), address(layer.values)
         rotation, bias, mask = self.ahead.rotation, self.ahead.bias, self.ahead.silent
         self.tables = [table.contiguous() for table in rotation[:4]] if rotation else []
@@ -132,10 +171,10 @@ class NativeDecoder(Decoder):
         step.bias_row_stride, step.bias_head_stride = stride(bias, 0), stride(bias, 1)
         step.mask_row_stride = stride(mask, 0)
         step.rows, step.threads, step.capacity = rows, torch.get_num_threads(), cache.layers[0].keys.shape[2]
-        heads, slots = config.n_heads + 2 * config.kv_heads, cache.used + self.ahead.count
-        sizes = (rows * heads * config.head_dim, rows * config.d_model, rows * 2 * config.hidden_width)
-        self.scratch = [torch.empty(size) for size in (*sizes, step.threads * slots)]
-        step.projected, step.mixed, step.gated, step.scores = map(address, self.scratch)
+        heads, hidden = config.n_heads * config.head_dim, config.hidden_width
+        widths = (heads + 2 * config.kv_heads * config.head_dim, heads + -heads % 4, *[hidden + -hidden % 4] * 2)
+        self.scratch = [torch.zeros(rows, width) for width in widths]
+        step.projected, step.mixed, step.gated, step.raised = map(address, self.scratch)
 
     def begin_token(self, i: int, cache: Cache) -> None:
         assert self.ahead is not None
@@ -152,6 +191,6 @@ class NativeDecoder(Decoder):
         x = x.contiguous()
         logits = torch.empty(len(x), self.head.rows) if is_last else x
         step.first, step.last, step.x, step.logits = first, last, x.data_ptr(), logits.data_ptr()
-        step.head = ctypes.addressof(self.head) if is_last else None
+        step.head = ctypes.addressof(self.c_head) if is_last else None
         self.library.ropelab_step(ctypes.byref(step))
         return logits
