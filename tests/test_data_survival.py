@@ -245,7 +245,9 @@ def test_a_preparation_survives_thirty_kills(tmp_path: Path, corpus: Path, prepa
     survives(tmp_path, corpus, prepared, kills=30)
 
 
-def test_ctrl_c_ends_every_process_and_leaves_nothing(tmp_path: Path, corpus: Path) -> None:
+def test_ctrl_c_ends_every_process_and_leaves_nothing_half_written(
+    tmp_path: Path, corpus: Path, prepared: Prepared
+) -> None:
     process = start(tmp_path, corpus, tmp_path / "prepared")
     while not any((tmp_path / "prepared").glob(".*.tmp/train.tokens")):
         assert process.poll() is None
@@ -253,7 +255,10 @@ def test_ctrl_c_ends_every_process_and_leaves_nothing(tmp_path: Path, corpus: Pa
     os.killpg(process.pid, signal.SIGINT)
     process.wait()
     assert all_ended(process.pid)
-    assert not (tmp_path / "prepared").exists() or not any((tmp_path / "prepared").iterdir())
+    # On a busy machine the signal may come when the folder has its name already: then it is whole.
+    for left in (tmp_path / "prepared").iterdir():
+        assert left.name == prepared.name
+        assert content(left) == content(prepared.folder)
 
 
 def test_leftovers_of_the_dead_are_removed_and_those_of_the_living_and_of_others_are_not(tmp_path: Path) -> None:
