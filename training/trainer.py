@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from data.loader import Rows, rows_of_step
+from model.attention import Signal
 from model.checkpoint import load_weights
 from model.durable import check_folder
 from model.errors import NotFinite, UserError
@@ -143,10 +144,11 @@ class Trainer:
     def _micro_loss(self, inputs: Tensor, targets: Tensor) -> Tensor:
         with self.hardware.autocast():
             # The lookup stays outside the compiled graph: its compiled backward is not deterministic on a CPU.
-            return self.loss_of(self.model.embed_tokens(inputs), targets)
+            # So does the signal: inside, cos and sin would be computed anew for every head of every layer.
+            signal = self.model.signal(inputs.shape[1], None, None, inputs.device)
+            return self.loss_of(self.model.embed_tokens(inputs), signal, targets)
 
-    def _loss_of(self, x: Tensor, targets: Tensor) -> Tensor:
-        signal = self.model.signal(x.shape[1], None, None, x.device)
+    def _loss_of(self, x: Tensor, signal: Signal, targets: Tensor) -> Tensor:
         return token_losses(self.model.logits(self.model.blocks(x, signal)), targets).sum()
 
     def update(self, lr: float, loss: Tensor) -> Tensor:
