@@ -1,5 +1,6 @@
 """How fast text is written, for one prompt and for many: each decoder and precision, and Hugging Face beside them."""
 
+from importlib.util import find_spec
 from typing import NamedTuple
 
 from benchmarks.limits import reading
@@ -10,7 +11,11 @@ from benchmarks.workloads import Settings, model_of
 from model.flops import matmul_parameters
 
 BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
-HUGGING_FACE = "Hugging Face"
+HUGGING_FACE, LLAMA_CPP = "Hugging Face", "llama.cpp"
+PEERS = {
+    HUGGING_FACE: "benchmarks.measured.decoding:hugging_face",
+    LLAMA_CPP: "benchmarks.measured.llama_cpp:llama_cpp",
+}
 
 
 class Way(NamedTuple):
@@ -28,12 +33,13 @@ class Way(NamedTuple):
             "precision": self.weights,
             "seconds": plan.seconds,
         }
-        theirs = self.decoder == HUGGING_FACE
+        theirs = self.decoder in PEERS
         return Case(
             self.name(name, prompts),
-            f"benchmarks.measured.decoding:{'hugging_face' if theirs else 'ours'}",
+            PEERS.get(self.decoder, "benchmarks.measured.decoding:ours"),
             arguments if theirs else {**arguments, "decoder": self.decoder},
-            process=f"decode {name}",
+            # llama.cpp has threads of its own, which must not meet PyTorch's.
+            process=f"decode {name}{' by llama.cpp' if self.decoder == LLAMA_CPP else ''}",
             of_machine=theirs,
         )
 
@@ -44,7 +50,7 @@ class Way(NamedTuple):
 
 def ways(plan: Plan) -> list[Way]:
     """Return every way; those that are not there say so in their cells."""
-    readers = [HUGGING_FACE, *plan.decoders]
+    readers = [*PEERS, *plan.decoders]
     return [
         Way(decoder, weights) for decoder in readers for weights in plan.weights if is_worth_a_row(decoder, weights)
     ]
@@ -54,10 +60,13 @@ def is_worth_a_row(decoder: str, weights: str) -> bool:
     """Say whether a decoder reads these weights in a way of its own here.
 
     Without a GPU only the native and the compiled one read fewer bytes for fewer bits; Hugging Face's multiplies them
-    so slowly where the CPU has no bfloat16 instructions that it would take the rest of the day.
+    so slowly where the CPU has no bfloat16 instructions that it would take the rest of the day. llama.cpp is no
+    dependency; where it is not installed, one row says so.
     """
     from training.hardware import best_precision, choose_device
 
+    if decoder == LLAMA_CPP:
+        return weights == "fp32" or find_spec("llama_cpp") is not None
     if decoder == HUGGING_FACE:
         return weights == "fp32" or weights == best_precision(choose_device("auto"))
     return weights == "fp32" or decoder in ("native", "compiled") or choose_device("auto").type != "cpu"
@@ -81,8 +90,16 @@ def _table(plan: Plan, name: str, workload: Settings) -> Table:
         f"{plan.new_tokens} new tokens, greedy. The limit for one: a token reads {weights / 1e6:.1f} million weights; "
         f"the memory reads {plan.beyond_cache // 2**20} MiB, or as many bytes as the weights have, again and again at "
         "the rate measured in the same rounds (weights that fit the cache can pass the first limit, never the second)."
+        + _agreement(plan, results, name)
     )
     return Table(f"Decoding, {name}", [*header, *many, *versus], rows, remark)
+
+
+def _agreement(plan: Plan, results: Results, name: str) -> str:
+    """Say how far llama.cpp writes the text that the definition of the network writes in float32."""
+    theirs = {way.weights: results[THIS, way.name(name, 1)] for way in ways(plan) if way.decoder == LLAMA_CPP}
+    agreed = [f"{weights} {found.notes['agrees']}" for weights, found in theirs.items() if found.error is None]
+    return f" Tokens until llama.cpp's text parts from ours in fp32: {', '.join(agreed)}." if agreed else ""
 
 
 def _cells(plan: Plan, results: Results, name: str, way: Way, weights: int) -> list[str]:
