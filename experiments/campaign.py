@@ -17,7 +17,7 @@ from experiments.store import Store
 from experiments.tuning import Place, Tuned, publish, tuned_by, untuned
 from model.durable import write_text
 from model.errors import UserError
-from training.machine import revision, today
+from training.machine import now, revision
 
 WAIT = 5.0  # seconds between looks at what other shards have done
 
@@ -54,13 +54,28 @@ class Campaign:
         self.out.mkdir(parents=True, exist_ok=True)
         declared = self.declared()
         if not declared or declared[-1]["hash"] != self.file.digest:
-            declared.append({"hash": self.file.digest, "date": today(), "revision": revision()})
+            declared.append({"hash": self.file.digest, "date": now(), "revision": revision()})
             write_text(self.out / "declared.json", json.dumps(declared, indent=1) + "\n")
 
     def declared(self) -> list[dict[str, str]]:
-        """Return the hashes that the experiment has had since its first run."""
-        file = self.out / "declared.json"
-        return json.loads(file.read_text()) if file.exists() else []
+        """Return the hashes that the experiment has had since its first run, here or where its rows were published."""
+        files = [file for file in (self.out / "declared.json", *self.published()) if file.exists()]
+        return json.loads(files[0].read_text()) if files else []
+
+    def published(self) -> list[Path]:
+        """Return the declarations that were committed together with the experiment's rows."""
+        files = [rows.parent / self.file.name / "declared.json" for rows in self.store.also]
+        return [file for file in files if file.exists()]
+
+    def other_data(self) -> str:
+        """Say so where none of the published runs counts here, because they read other data; "" where some do."""
+        runs = self.measured() or []
+        if not self.published() or not runs or any(self.store.row(run.key) for run in runs):
+            return ""
+        return (
+            f"the published runs of {self.file.name} are of other data than those here "
+            f"({self.laboratory.facts.data}; {self.laboratory.facts.precision}), so all are trained anew"
+        )
 
     # --- What there is to do ---
 

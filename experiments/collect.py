@@ -146,7 +146,7 @@ def checks(
     yield same_targets(evaluated)
     yield short_evaluation(trained, evaluated)
     yield inside_the_grid(tuned)
-    yield declared_before(campaign)
+    yield declared_before(campaign, trained)
 
 
 def declared_alone(campaign: Campaign) -> Check:
@@ -160,9 +160,8 @@ def declared_alone(campaign: Campaign) -> Check:
         undeclared += [
             f"{name}: {key}" for key in changed if not any(f"{key}.".startswith(f"{word}.") for word in arm.changes)
         ]
-    detail = (
-        f"undeclared: {', '.join(undeclared)}" if undeclared else f"{len(plan.trained)} arms, and the tuned settings"
-    )
+    detail = f"{counted(len(plan.trained), 'arm')}, and the tuned settings"
+    detail = f"undeclared: {', '.join(undeclared)}" if undeclared else detail
     return Check("Arms differ from the base in the declared settings alone", not undeclared, detail)
 
 
@@ -180,10 +179,21 @@ def same_within_seeds(what: str, name: str, trained: Trained) -> Check:
     hashes: dict[tuple[str, int], set[str]] = defaultdict(set)
     for run, row in trained:
         hashes[run.task, run.seed].add(row["hashes"][what])
-    different = [str(seed) for (_, seed), found in hashes.items() if len(found) > 1]
-    arms = len({run.arm for run, _ in trained})
-    detail = f"seeds that differ: {', '.join(different)}" if different else f"{len(hashes)} seeds, {arms} arms"
+    different = sorted({str(seed) for (_, seed), found in hashes.items() if len(found) > 1})
+    detail = f"seeds that differ: {', '.join(different)}" if different else sizes_of(trained)
     return Check(name, not different if trained else None, detail)
+
+
+def sizes_of(trained: Trained) -> str:
+    """Return how many seeds, arms and tasks the runs are of."""
+    seeds, arms, tasks = (len({getattr(run, field) for run, _ in trained}) for field in ("seed", "arm", "task"))
+    on_tasks = any(run.task for run, _ in trained)
+    return ", ".join([counted(seeds, "seed"), counted(arms, "arm"), *([counted(tasks, "task")] if on_tasks else [])])
+
+
+def counted(number: int, what: str) -> str:
+    """Return a number with its word: 1 arm, 2 arms."""
+    return f"{number} {what}{'s' * (number != 1)}"
 
 
 def the_same(name: str, what: str, trained: Trained) -> Check:
@@ -209,14 +219,19 @@ def same_targets(evaluated: Evaluated) -> Check:
 
 
 def short_evaluation(trained: Trained, evaluated: Evaluated) -> Check:
-    """Hold the time of evaluation against a third of the training time."""
-    training = {(run.arm, run.task, run.seed): row["seconds"] for run, row in trained}
-    shares = [row["seconds"] / training[place] for place, row in evaluated.items() if place in training]
-    worst = max(shares, default=0.0)
+    """Hold the time of each evaluation against a third of the training time, and tell that of all of a run's arms."""
+    training = {row["key"]: row["seconds"] for _, row in trained}
+    shares: dict[str, list[float]] = defaultdict(list)
+    for row in evaluated.values():
+        shares[row["key"]].append(row["seconds"] / training[row["key"]])
+    worst, together = max(map(max, shares.values()), default=0.0), max(map(sum, shares.values()), default=0.0)
+    detail = f"at most {worst:.0%}"
+    if any(len(each) > 1 for each in shares.values()):
+        detail += f"; where arms share a training, all their evaluations together at most {together:.0%} of it"
     return Check(
         "Evaluation takes at most a third of the training time",
         worst <= 1 / 3 if shares else None,
-        f"at most {worst:.0%}".replace("%", " %") if shares else "",
+        detail.replace("%", " %") if shares else "",
     )
 
 
@@ -225,16 +240,25 @@ def inside_the_grid(tuned: dict[Any, Tuned | None]) -> Check:
     known: Iterable[Tuned] = [found for found in tuned.values() if found is not None]
     edge = [" ".join(filter(None, place)) for place, found in tuned.items() if found is not None and found.at_edge]
     if not any(found.trials for found in known):
-        return Check("No arm's best settings lie at the edge of the grid", None, "nothing was tuned")
+        detail = "nothing was tuned: all arms have the settings of the base, whichever of them these suit"
+        return Check("No arm's best settings lie at the edge of the grid", None, detail)
     detail = f"at the edge: {', '.join(edge)}" if edge else f"{sum(len(found.trials) for found in known)} runs"
     return Check("No arm's best settings lie at the edge of the grid", not edge, detail)
 
 
-def declared_before(campaign: Campaign) -> Check:
-    """Say whether the experiment is the one that was declared before its first run."""
-    declared = campaign.declared()
+def declared_before(campaign: Campaign, trained: Trained) -> Check:
+    """Say whether the experiment is the one that was declared, and how many of its runs are older than that."""
+    name, declared = "The experiment was declared before its first run", campaign.declared()
     if not declared:
-        return Check("The experiment was declared before its first run", None, "nothing was run here")
+        return Check(name, None, "nothing was run here")
     same = {entry["hash"] for entry in declared} == {campaign.file.digest}
     dates = ", ".join(f"{entry['hash'][:12]} on {entry['date']}" for entry in declared)
-    return Check("The experiment was declared before its first run", same, dates if same else f"changed: {dates}")
+    older = sum(is_older(row, declared[0]["date"]) for _, row in trained)
+    told = f"; {older} of {len(trained)} runs are older: they were made for another experiment" if older else ""
+    return Check(name, same and not older, (dates if same else f"changed: {dates}") + told)
+
+
+def is_older(row: Row, date: str) -> bool:
+    """Say whether a run began before a date; where only its day is known, before that day."""
+    begun: str = row["begun"] if "begun" in row else row["date"]
+    return begun < date[: len(begun)]

@@ -36,6 +36,8 @@ def conduct(file: ExperimentFile, arguments: Any, out: Path) -> None:
         for line in told(campaign):
             print(line, flush=True)
         return
+    if (said := campaign.other_data()) and WORKER not in os.environ:
+        print(said, flush=True)
     shards = environments(arguments)
     if shards:
         start_shards(campaign, arguments, shards)

@@ -1,6 +1,7 @@
 """What a dry run tells: the runs of an experiment, and how long they take by a short measurement."""
 
 import time
+from collections import defaultdict
 from collections.abc import Iterator
 from statistics import median
 
@@ -8,7 +9,7 @@ from data.loader import Rows
 from experiments.campaign import Campaign, hours, settings_of
 from experiments.plan import Run
 from experiments.text import Amount, tokens_read
-from experiments.tuning import Tuned, untuned
+from experiments.tuning import Tuned, loss_of, untuned
 from training.config import Config
 from training.trainer import Trainer
 
@@ -30,7 +31,9 @@ def told(campaign: Campaign) -> Iterator[str]:
         yield f"  {name:20} {arm_in_words(arm.changes or {'train': arm.train, **arm.eval})}"
     todo = [run for run in [*tuning, *measured] if not campaign.is_done(run)]
     yield f"{len(tuning)} runs of tuning, {len(measured)} runs that are measured: {len(todo)} of them are to be done"
+    yield from filter(None, [campaign.other_data()])
     yield from resolution(len(experiment.seeds))
+    yield from seen_so_far(campaign, measured)
     if todo:
         yield from estimated(campaign, todo)
 
@@ -54,6 +57,25 @@ def resolution(seeds: int) -> Iterator[str]:
         )
 
 
+def seen_so_far(campaign: Campaign, runs: list[Run]) -> Iterator[str]:
+    """Say in nats what the seeds can show, by the spread of the runs that are done."""
+    from experiments.statistics import compare_to_reference, smallest_difference
+
+    found: dict[str, dict[int, float | None]] = defaultdict(dict)
+    for run in runs:
+        row = campaign.store.row(run.key)
+        if row is not None and not run.task:
+            found[run.arm][run.seed] = loss_of(row)
+    compared = compare_to_reference(found, campaign.plan.experiment.reference)
+    spreads = [each.sd for each in compared if each.sd and each.n > 1]
+    shown = smallest_difference(median(spreads), len(campaign.plan.experiment.seeds)) if spreads else None
+    if shown is not None:
+        yield (
+            f"by the spread of the runs that are done (median over {len(spreads)} arms: {median(spreads):.4f}), "
+            f"that is {shown:.4f} nats of validation loss"
+        )
+
+
 def estimated(campaign: Campaign, todo: list[Run]) -> Iterator[str]:
     """Measure a few steps of every arm, and say how long all runs take one after the other."""
     seconds = {arm: seconds_of_a_run(campaign, run) for arm, run in {run.arm: run for run in todo}.items()}
@@ -70,7 +92,7 @@ def seconds_of_a_run(campaign: Campaign, run: Run) -> float:
     step = seconds_of_a_step(campaign, config, rows)
     tokens_a_step = training.batch_size * context
     # A forward pass is a third of a step.
-    scored = 0 if run.is_tuning else tokens_scored(campaign, context)
+    scored = 0 if run.is_tuning else tokens_scored(campaign, context) * len(campaign.plan.evaluated_as(run))
     return SECONDS_TO_BEGIN + step * (training.steps + scored / tokens_a_step / 3)
 
 
@@ -81,6 +103,8 @@ def tokens_scored(campaign: Campaign, context: int) -> int:
         return settings.task_examples * sum(experiment.lengths) * context // experiment.lengths[0]
     amount = Amount(settings.spans, settings.window_spans, settings.control_every)
     further = tokens_read(experiment.lengths, amount) if "text" in experiment.measures else 0
+    # Inside, each window is read by about six passes, in float64 where attention is looked at.
+    further += 6 * settings.inside_windows * context if "inside" in experiment.measures else 0
     return settings.test_windows * context + further
 
 

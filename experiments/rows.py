@@ -18,7 +18,7 @@ from model.transformer import Transformer
 from training.config import Config
 from training.hardware import Hardware
 from training.machine import hardware as machine
-from training.machine import revision, today, versions
+from training.machine import now, revision, today, versions
 
 CURVE = 20  # points of a curve of losses, at least
 
@@ -85,6 +85,7 @@ def described(config: Config, rows: Rows, hardware: Hardware) -> Row:
         "versions": versions(),
         "revision": revision(),
         "date": today(),
+        "begun": now(),
         **model_facts(config, hardware),
         "hashes": {"weights": weights_hash(config), "windows": rows_hash(rows, config)},
     }

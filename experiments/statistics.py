@@ -13,6 +13,7 @@ from scipy import special  # type: ignore[import-untyped]
 
 LEVEL = 0.05
 POWER = 0.8
+EQUAL = "exactly equal"  # the verdict on pairs that do not differ at all
 
 BySeed = Mapping[int, float | None]  # None: the run diverged
 Curve = Sequence[tuple[float, float]]  # tokens seen, loss
@@ -109,7 +110,7 @@ def _compare(arm: str, own: BySeed, other: BySeed, against: str) -> Comparison:
     if found.n < 2:
         return found._replace(verdict="one seed: no verdict" if found.n else "not measured")
     if not differences.any():
-        return found._replace(low=0.0, high=0.0, sd=0.0, verdict="exactly equal")
+        return found._replace(low=0.0, high=0.0, sd=0.0, verdict=EQUAL)
     if np.ptp(differences) <= 8 * np.finfo(float).eps * np.abs(both).max():
         # Without spread there is nothing to measure the difference by; t would be infinite, and p 0 from two seeds.
         return found._replace(sd=0.0, verdict=f"{_side(differences[0])} by the same amount in every seed: no test")

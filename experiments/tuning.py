@@ -11,6 +11,7 @@ from experiments.plan import Plan, Run, digest
 from experiments.results import Trial
 from experiments.store import Row
 from model.durable import write_text
+from model.errors import UserError
 from training.yaml_file import read_mapping, written
 
 Place = tuple[str, str]  # arm and task
@@ -113,4 +114,18 @@ def _valid(plan: Plan, entries: Iterable[dict[str, Any]]) -> Iterable[tuple[Plac
         place = entry["arm"], entry["task"]
         if entry["arm"] in plan.trained and entry["identity"] == identity(plan, place):
             trials = tuple(Trial(place[0], t["settings"], t["seed"], t["loss"], place[1]) for t in entry["trials"])
-            yield place, Tuned(entry["settings"], trials, at_edge(entry["settings"], plan.grid()))
+            yield place, _checked(plan, trials, entry["settings"])
+
+
+def _checked(plan: Plan, trials: tuple[Trial, ...], settings: Changes) -> Tuned:
+    """Return what these trials come to; UserError where the file says otherwise, or lacks some of them."""
+    tune = plan.experiment.tune
+    assert tune is not None
+    arm = f"{plan.experiment.tuned}: {trials[0].arm if trials else 'an arm'}"
+    tried = [(t.settings, t.seed) for t in trials]
+    if lacking := [(each, seed) for each in plan.grid() for seed in tune.seeds if (each, seed) not in tried]:
+        raise UserError(f"{arm} lacks the trial of {lacking[0][0]} with seed {lacking[0][1]}: remove its entry")
+    best = chosen(plan.grid(), trials)
+    if best.settings != settings:
+        raise UserError(f"{arm} has settings {settings}, but its own trials say {best.settings}: remove its entry")
+    return best

@@ -8,10 +8,12 @@ import sys
 import time
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
+from scipy import stats
 
 import compare
-from experiments import collect
+from experiments import collect, estimate
 from experiments.campaign import Campaign, Shard
 from experiments.collect import collected
 from experiments.conduct import environments
@@ -243,6 +245,52 @@ def test_an_experiment_that_was_changed_after_its_first_run_says_so(experiment):
     assert checks_of(changed)[name].holds is False
 
 
+def test_runs_that_are_older_than_the_declaration_are_counted(experiment, tmp_path):
+    name = "The experiment was declared before its first run"
+    campaign = experiment(seeds="[0]")
+    campaign.go(Shard())
+    file = tmp_path / "out" / "declared.json"
+    entry = json.loads(file.read_text())[0]
+    file.write_text(json.dumps([entry | {"date": "2999-01-01 00:00"}]))
+    assert checks_of(campaign)[name].holds is False
+    assert "2 of 2 runs are older" in checks_of(campaign)[name].detail
+    assert collect.is_older({"begun": "2026-01-02 10:00", "date": "2026-01-02"}, "2026-01-02 10:01")
+    assert not collect.is_older({"date": "2026-01-02"}, "2026-01-02 10:01")
+    assert collect.is_older({"date": "2026-01-01"}, "2026-01-02 10:01")
+
+
+def test_a_published_declaration_counts_and_published_runs_of_other_data_are_told_of(experiment, tmp_path):
+    name = "The experiment was declared before its first run"
+    campaign = experiment(seeds="[0]")
+    campaign.go(Shard())
+    (tmp_path / "store" / "rows").rename(tmp_path / "docs-rows")
+    (tmp_path / "x").mkdir()
+    (tmp_path / "out" / "declared.json").rename(tmp_path / "x" / "declared.json")
+    store = Store(tmp_path / "elsewhere", (tmp_path / "docs-rows",))
+    reader = Campaign(campaign.file, store, tmp_path / "another")
+    assert checks_of(reader)[name].holds
+    assert reader.other_data() == ""
+    reader.plan.facts = reader.plan.facts._replace(data="of another Python")
+    reader.plan._runs.clear()
+    assert reader.other_data().startswith("the published runs of x are of other data than those here")
+
+
+def test_a_run_that_is_evaluated_twice_tells_the_time_of_both(experiment):
+    campaign = experiment(seeds="[0]")
+    campaign.go(Shard())
+    trained_rows = [(run, campaign.store.row(run.key) | {"seconds": 100.0}) for run in campaign.measured()]
+    evaluated = {
+        (arm, "", 0): {"key": run.key, "seconds": seconds}
+        for run, _ in trained_rows
+        for arm, seconds in {"learned": [("learned", 10.0)], "rope": [("rope", 20.0), ("rope-linear", 30.0)]}[run.arm]
+    }
+    check = collect.short_evaluation(trained_rows, evaluated)
+    assert check.holds
+    assert check.detail == (
+        "at most 30 %; where arms share a training, all their evaluations together at most 50 % of it"
+    )
+
+
 def test_equal_seeds_share_weights_and_windows_and_other_seeds_do_not(experiment):
     campaign = experiment()
     campaign.go(Shard())
@@ -314,8 +362,27 @@ def test_a_dry_run_tells_the_plan_and_the_time_and_trains_nothing(experiment, tm
     assert "4 runs of tuning, 4 runs that are measured: 8 of them are to be done" in out
     assert re.search(r"about \d+ min on cpu", out)
     assert "times the standard deviation of a paired difference" in out
+    assert "nats of validation loss" not in out
     assert not (tmp_path / "store").exists()
     assert not (tmp_path / "out").exists()
+
+
+def test_a_dry_run_counts_every_evaluation_and_says_what_the_finished_runs_let_see(experiment, monkeypatch):
+    campaign = experiment(seeds="[0, 1, 2]")
+    monkeypatch.setattr(estimate, "seconds_of_a_step", lambda *_: 1.0)
+    learned, rope = (
+        estimate.seconds_of_a_run(campaign, campaign.plan.run(arm, 0, {})) - estimate.SECONDS_TO_BEGIN - 4
+        for arm in ("learned", "rope")
+    )
+    assert rope == pytest.approx(2 * learned)
+    campaign.go(Shard())
+    found = values(campaign, "validation_loss")
+    spread = np.std([found["rope", seed] - found["learned", seed] for seed in (0, 1, 2)], ddof=1)
+    line = next(line for line in estimate.told(campaign) if "nats of validation loss" in line)
+    assert f"median over 1 arms: {spread:.4f}" in line
+    # 80 % power of the paired t test at n = 3, by the noncentral t distribution of scipy.
+    shift = float(re.search(r"that is (\S+) nats", line)[1]) / spread * 3**0.5
+    assert stats.nct.sf(stats.t.ppf(0.975, 2), 2, shift) == pytest.approx(0.8, abs=0.02)
 
 
 def test_workers_share_an_experiment_ctrl_c_saves_and_the_same_command_ends_it(experiment, tmp_path):

@@ -3,6 +3,7 @@
 import re
 
 import pytest
+import yaml
 
 from experiments.campaign import Shard, shard_from
 from experiments.config import read_experiment
@@ -198,6 +199,29 @@ def test_a_published_tuning_is_not_run_again_on_other_data_but_is_for_another_ar
     other = tuned_plan(tmp_path, arms=ARMS.replace("model.position: rope}", "model.position: {kind: rope, base: 500}}"))
     assert {run.arm for run in untuned(other)} == {"rope"}
     assert len(untuned(tuned_plan(tmp_path, base=BASE.replace("steps: 6", "steps: 7")))) == 6
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda entry: entry["settings"].update({"optimizer.lr": 4e-3}), "its own trials say {'optimizer.lr': 0.002}"),
+        (lambda entry: entry["trials"].pop(0), "lacks the trial of {'optimizer.lr': 0.001} with seed 100"),
+        (lambda entry: entry["trials"][1].update({"loss": None}), "its own trials say {'optimizer.lr': 0.001}"),
+    ],
+)
+def test_a_published_tuning_that_its_own_trials_do_not_bear_out_is_refused(tmp_path, change, said):
+    plan = tuned_plan(tmp_path)
+    losses = {1e-3: 3.0, 2e-3: 2.0, 4e-3: 3.5}
+    rows = {
+        run.key: {"status": "finished", "validation_loss": losses[run.settings["optimizer.lr"]]}
+        for run in plan.tuning()
+    }
+    publish(plan, tuned_by(plan, rows.get), tmp_path / "tuned.yaml")
+    content = yaml.safe_load((tmp_path / "tuned.yaml").read_text())
+    change(content["found"][0])
+    (tmp_path / "tuned.yaml").write_text(yaml.safe_dump(content))
+    with pytest.raises(UserError, match=re.escape(said)):
+        read_published(plan)
 
 
 def test_tuning_is_open_until_all_of_its_runs_are_done(tmp_path):

@@ -6,6 +6,7 @@ import math
 import re
 from collections.abc import Iterator
 from html.parser import HTMLParser
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -15,10 +16,11 @@ from scipy import stats  # type: ignore[import-untyped]
 
 from experiments.report import compose, write_report
 from experiments.report.axes import tick_text, ticks
-from experiments.report.differences import difference_table, to_reference, told
+from experiments.report.differences import difference_table, to_layer_below, to_reference, told
 from experiments.report.document import Chart, HeatMap, Point, Series, Table, Words
 from experiments.report.markdown import markdown
 from experiments.report.numbers import bounds, chance_of, change, number, perplexity, settings
+from experiments.report.sections import inside
 from experiments.report.svg import chart_svg, heat_svg
 from experiments.report.values import Values
 from experiments.results import ArmFacts, Check, Diverged, Measurement, Results, Sample, Trial
@@ -410,7 +412,7 @@ def test_words_count_only_what_is_tested() -> None:
     assert "1 of 5 diverged: lost" in said
     assert "not measured: rope-yarn" in said
     assert told(to_reference(Values(fake()), "Copy", "task_exact_match", task="copy", length=8)).startswith(
-        "Copy, against learned (0 tested): exactly equal: rope, alibi, nope"
+        "Copy, against learned (0 tested): exactly equal: rope (both 1.000), alibi (both 1.000), nope (both 1.000)"
     )
 
 
@@ -475,7 +477,35 @@ def test_heads_are_averaged_within_a_seed_before_seeds_are() -> None:
     results = fake()._replace(measurements=tuple(rows), diverged=())
     assert Values(results).mean("rope", "distance_share", layer=0) == pytest.approx(0.5)
     row = row_of(table_of(results, "Share of the scores' variance that distance explains, by layer"), "rope")
-    assert row == ["rope", "0.5000 (0.3000 to 0.4500)"]
+    assert row == ["rope", "0.5000 ± 3.812 (0.3000 to 0.4500)"]  # t(1) = 12.706, sd = .4243
+
+
+def test_each_layer_is_compared_with_the_one_below_by_scipys_paired_test() -> None:
+    values = Values(fake())
+    outcome = to_layer_below(values, "alibi", "Share", "distance_share")
+    by_layer = [values.by_seed("alibi", "distance_share", layer=layer) for layer in range(LAYERS)]
+    assert [each.arm for each in outcome.found] == ["layer 1", "layer 2"]
+    for found, (below, here) in zip(outcome.found, pairwise(by_layer), strict=True):
+        test = stats.ttest_rel([here[seed] for seed in SEEDS], [below[seed] for seed in SEEDS])
+        assert found.p == pytest.approx(test.pvalue)
+        assert found.difference == pytest.approx(np.mean([here[seed] - below[seed] for seed in SEEDS]))
+
+
+def test_tables_by_layer_have_an_interval_over_seeds() -> None:
+    values = Values(fake())
+    table = next(
+        block for block in inside(values).blocks if isinstance(block, Table) and block.title.startswith("Share of the")
+    )
+    cell = next(row for row in table.rows if row[0].text == "rope")[1].text
+    of_seeds = [value for value in values.by_seed("rope", "distance_share", layer=0).values() if value is not None]
+    low, high = stats.t.interval(0.95, len(SEEDS) - 1, np.mean(of_seeds), stats.sem(of_seeds))
+    assert cell.startswith(f"{number(float(np.mean(of_seeds)))} ± {number((high - low) / 2)} (")
+
+
+def test_words_tell_every_length_of_a_task_and_what_equal_arms_have() -> None:
+    text = markdown(compose(fake()))
+    assert all(f"Exact match of copy at length {length}" in text for length in (8, 16, 32))
+    assert "exactly equal: rope (both 0.000), alibi (both 0.000), nope (both 0.000)" in text
 
 
 def test_the_chosen_cell_of_the_grid_is_marked_and_the_edge_is_warned_of() -> None:

@@ -35,6 +35,11 @@ def today() -> str:
     return time.strftime("%Y-%m-%d", time.gmtime())
 
 
+def now() -> str:
+    """Return the date and the minute, in UTC."""
+    return time.strftime("%Y-%m-%d %H:%M", time.gmtime())
+
+
 def _version(package: str) -> str:
     try:
         return version(package)

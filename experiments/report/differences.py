@@ -1,11 +1,12 @@
 """Differences to the reference: as a table, and as a sentence."""
 
+from itertools import pairwise
 from typing import NamedTuple
 
 from experiments.report.document import Cell, Table, Words
 from experiments.report.numbers import NOTHING, bounds, chance_of, change, number
 from experiments.report.values import Values
-from experiments.statistics import Comparison, compare_pairs, compare_to_reference, smallest_difference
+from experiments.statistics import EQUAL, Comparison, compare_pairs, compare_to_reference, smallest_difference
 
 COLUMNS = ("arm", "n", "mean", "difference", "95 % interval", "p", "Holm p", "could show", "verdict")
 
@@ -40,6 +41,16 @@ def by_length(values: Values, what: str, measure: str, lengths: list[int], **whe
         named[at]._replace(what=f"{what} at length {', '.join(map(str, beyond))}", undefined=()) for at in beyond[:1]
     ]
     return [outcome for outcome in named.values() if not outcome.why_not] + told_in_one
+
+
+def to_layer_below(values: Values, arm: str, what: str, measure: str) -> Outcome:
+    """Compare each layer of an arm with the one below it, paired by seed."""
+    layers = values.places(measure, "layer")
+    pairs = {
+        f"layer {layer}": (values.by_seed(arm, measure, layer=layer), values.by_seed(arm, measure, layer=below))
+        for below, layer in pairwise(layers)
+    }
+    return Outcome(f"{what}, {arm}", "the layer below", tuple(compare_pairs(pairs, "the layer below")))
 
 
 def to_control(values: Values, length: int) -> Outcome:
@@ -89,8 +100,14 @@ def shown_by(n: int, tests: int) -> str:
 
 
 def _group(verdict: str, arms: list[Comparison]) -> str:
-    names = [f"{each.arm} ({change(each.difference)})" if mark(each) == "shown" else each.arm for each in arms]
-    return f"{verdict}: {', '.join(names)}"
+    return f"{verdict}: {', '.join(map(_named, arms))}"
+
+
+def _named(found: Comparison) -> str:
+    """Name an arm, with its difference where one is shown, and with what both have where they are equal."""
+    if mark(found) == "shown":
+        return f"{found.arm} ({change(found.difference)})"
+    return f"{found.arm} (both {number(found.mean)})" if found.verdict == EQUAL else found.arm
 
 
 def _row(found: Comparison) -> tuple[Cell, ...]:

@@ -9,7 +9,7 @@ from experiments.results import ArmFacts, Results, Trial
 ANSWERS = {
     True: Cell("holds", "words"),
     False: Cell("does NOT hold", "words warning"),
-    None: Cell("not known yet", "words"),
+    None: Cell("cannot be said", "words"),
 }
 
 

@@ -6,12 +6,12 @@ from typing import Any
 import numpy as np
 
 from experiments.report.curves import ceiling, chance_line, chart, head_map, heat_map, over_length, over_x
-from experiments.report.differences import by_length, difference_table, to_control, to_reference
+from experiments.report.differences import by_length, difference_table, to_control, to_layer_below, to_reference
 from experiments.report.document import Block, Cell, Items, Section, Table
 from experiments.report.numbers import NOTHING, number, perplexity, settings, whole
 from experiments.report.values import Values
 from experiments.results import ArmFacts
-from experiments.statistics import tokens_to
+from experiments.statistics import interval, tokens_to
 
 BAND = "Lines are means over seeds, bands their 95 % t intervals."
 
@@ -88,7 +88,7 @@ def tasks(values: Values) -> list[Section]:
 
 def inside(values: Values) -> Section:
     """Show what the layers and heads do with positions."""
-    blocks = (*_by_layer(values), *_by_head(values), *_frequencies(values))
+    blocks = (*_by_layer(values), *_layers_compared(values), *_by_head(values), *_frequencies(values))
     return Section("Inside the model", blocks) if blocks else Section("", ())
 
 
@@ -309,24 +309,30 @@ def _slug(name: str) -> str:
     return "".join(letter if letter.isalnum() else "-" for letter in name.lower())
 
 
+OVER_SEEDS = "Mean, and the half width of its 95 % t interval over seeds"
+OVER_HEADS = f"{OVER_SEEDS}, both of the mean over heads; in brackets the range of single heads."
 LAYER_TABLES = (
     (
         "distance_share",
         "Share of the scores' variance that distance explains, by layer",
-        "Of the scores before the softmax, the mean of each row removed. Mean over heads, and in brackets their range.",
+        f"Of the scores before the softmax, the mean of each row removed. {OVER_HEADS}",
     ),
-    ("loss_without_position", "Rise of the loss when one layer alone loses its positional signal", ""),
+    (
+        "loss_without_position",
+        "Rise of the loss when one layer alone loses its positional signal",
+        f"{OVER_SEEDS}. Exactly 0 where the scheme does nothing in a layer, by construction.",
+    ),
     (
         "probe_r2",
         "R² of a linear probe for the absolute position, by layer",
-        "A contrast, read off what each block reads; the last column is the state after the last block.",
+        f"{OVER_SEEDS}. A contrast, read off what each block reads; the last column is the state after the last block.",
     ),
-    ("attention_distance", "Mean distance of attention in tokens, by layer", "Mean over heads, with their range."),
-    ("attention_entropy", "Entropy of attention in nats, by layer", "Mean over heads, with their range."),
+    ("attention_distance", "Mean distance of attention in tokens, by layer", OVER_HEADS),
+    ("attention_entropy", "Entropy of attention in nats, by layer", OVER_HEADS),
     (
         "attention_entropy_relative",
         "Entropy of attention as a share of the largest possible, by layer",
-        "Mean over heads, with their range.",
+        OVER_HEADS,
     ),
 )
 
@@ -343,11 +349,32 @@ def _layer_table(values: Values, measure: str, title: str, note: str) -> Table:
 
 
 def _over_heads(values: Values, arm: str, measure: str, layer: int) -> str:
-    mean = level(values, arm, measure, layer=layer)
+    mean = level(values, arm, measure, layer=layer) + _half_width(values, arm, measure, layer)
     heads = values.places(measure, "head", layer=layer)
     each = [values.mean(arm, measure, layer=layer, head=head) for head in heads]
     known = [value for value in each if value is not None]
     return f"{mean} ({number(min(known))} to {number(max(known))})" if len(known) > 1 else mean
+
+
+def _half_width(values: Values, arm: str, measure: str, layer: int) -> str:
+    found = values.by_seed(arm, measure, layer=layer).values()
+    bounds = interval([value for value in found if value is not None])
+    return "" if bounds is None or bounds[0] == bounds[1] else f" ± {number((bounds[1] - bounds[0]) / 2)}"
+
+
+COMPARED = {"distance_share": "Share of distance", "loss_without_position": "Rise of the loss without positions"}
+
+
+def _layers_compared(values: Values) -> list[Block]:
+    """Compare each layer with the one below within an arm, and the arms with the reference within a layer."""
+    blocks: list[Block] = []
+    for measure, what in COMPARED.items():
+        layers = values.places(measure, "layer")
+        known = [arm for arm in values.arms if values.rows(arm, measure) and len(layers) > 1]
+        outcomes = [to_layer_below(values, arm, what, measure) for arm in known]
+        outcomes += [to_reference(values, f"{what}, layer {layer}", measure, layer=layer) for layer in layers]
+        blocks += [difference_table(outcome, folded=True) for outcome in outcomes]
+    return blocks
 
 
 def _by_head(values: Values) -> list[Block]:

@@ -38,8 +38,8 @@ def _used(values: Values) -> list[Outcome]:
 def _tasks(values: Values) -> list[Outcome]:
     found = []
     for task in values.tasks():
-        for at in values.places("task_exact_match", "length", task=task)[-1:]:
-            what = f"Exact match of {task} at length {at}, the longest"
+        for at in values.places("task_exact_match", "length", task=task):
+            what = f"Exact match of {task} at length {at}"
             found.append(to_reference(values, what, "task_exact_match", length=at, task=task))
     return found
 
