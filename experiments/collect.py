@@ -253,12 +253,18 @@ def declared_before(campaign: Campaign, trained: Trained) -> Check:
         return Check(name, None, "nothing was run here")
     same = {entry["hash"] for entry in declared} == {campaign.file.digest}
     dates = ", ".join(f"{entry['hash'][:12]} on {entry['date']}" for entry in declared)
-    older = sum(is_older(row, declared[0]["date"]) for _, row in trained)
-    told = f"; {older} of {len(trained)} runs are older: they were made for another experiment" if older else ""
-    return Check(name, same and not older, (dates if same else f"changed: {dates}") + told)
+    found = [is_older(row, declared[0]["date"]) for _, row in trained]
+    told = "" if same else "changed: "
+    told += dates
+    if older := found.count(True):
+        told += f"; {older} of {len(found)} runs are older, made for another experiment"
+    if unsure := found.count(None):
+        told += f"; {unsure} of {len(found)} runs are of the same day, before or after"
+    return Check(name, False if older or not same else None if unsure else True, told)
 
 
-def is_older(row: Row, date: str) -> bool:
-    """Say whether a run began before a date; where only its day is known, before that day."""
+def is_older(row: Row, date: str) -> bool | None:
+    """Say whether a run began before a date; None: its day is that of the date, and its hour is not known."""
     begun: str = row["begun"] if "begun" in row else row["date"]
-    return begun < date[: len(begun)]
+    is_vague = len(begun) < len(date) and date.startswith(begun)
+    return None if is_vague else begun < date

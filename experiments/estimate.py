@@ -93,7 +93,8 @@ def seconds_of_a_run(campaign: Campaign, run: Run) -> float:
     tokens_a_step = training.batch_size * context
     # A forward pass is a third of a step.
     scored = 0 if run.is_tuning else tokens_scored(campaign, context) * len(campaign.plan.evaluated_as(run))
-    return SECONDS_TO_BEGIN + step * (training.steps + scored / tokens_a_step / 3)
+    is_trained = campaign.store.row(run.key) is not None and campaign.laboratory.has_weights(run)
+    return SECONDS_TO_BEGIN + step * ((0 if is_trained else training.steps) + scored / tokens_a_step / 3)
 
 
 def tokens_scored(campaign: Campaign, context: int) -> int:

@@ -255,7 +255,9 @@ def test_runs_that_are_older_than_the_declaration_are_counted(experiment, tmp_pa
     assert checks_of(campaign)[name].holds is False
     assert "2 of 2 runs are older" in checks_of(campaign)[name].detail
     assert collect.is_older({"begun": "2026-01-02 10:00", "date": "2026-01-02"}, "2026-01-02 10:01")
-    assert not collect.is_older({"date": "2026-01-02"}, "2026-01-02 10:01")
+    assert not collect.is_older({"begun": "2026-01-02 10:01", "date": "2026-01-02"}, "2026-01-02 10:01")
+    assert collect.is_older({"date": "2026-01-02"}, "2026-01-02") is False
+    assert collect.is_older({"date": "2026-01-02"}, "2026-01-02 10:01") is None
     assert collect.is_older({"date": "2026-01-01"}, "2026-01-02 10:01")
 
 

@@ -19,7 +19,7 @@ from experiments.report.axes import tick_text, ticks
 from experiments.report.differences import difference_table, to_layer_below, to_reference, told
 from experiments.report.document import Chart, HeatMap, Point, Series, Table, Words
 from experiments.report.markdown import markdown
-from experiments.report.numbers import bounds, chance_of, change, number, perplexity, settings
+from experiments.report.numbers import bounds, chance_of, change, give_or_take, number, perplexity, settings
 from experiments.report.sections import inside
 from experiments.report.svg import chart_svg, heat_svg
 from experiments.report.values import Values
@@ -477,7 +477,7 @@ def test_heads_are_averaged_within_a_seed_before_seeds_are() -> None:
     results = fake()._replace(measurements=tuple(rows), diverged=())
     assert Values(results).mean("rope", "distance_share", layer=0) == pytest.approx(0.5)
     row = row_of(table_of(results, "Share of the scores' variance that distance explains, by layer"), "rope")
-    assert row == ["rope", "0.5000 ± 3.812 (0.3000 to 0.4500)"]  # t(1) = 12.706, sd = .4243
+    assert row == ["rope", "0.5 ± 3.8 (0.3000 to 0.4500)"]  # t(1) = 12.706, sd = .4243
 
 
 def test_each_layer_is_compared_with_the_one_below_by_scipys_paired_test() -> None:
@@ -499,7 +499,9 @@ def test_tables_by_layer_have_an_interval_over_seeds() -> None:
     cell = next(row for row in table.rows if row[0].text == "rope")[1].text
     of_seeds = [value for value in values.by_seed("rope", "distance_share", layer=0).values() if value is not None]
     low, high = stats.t.interval(0.95, len(SEEDS) - 1, np.mean(of_seeds), stats.sem(of_seeds))
-    assert cell.startswith(f"{number(float(np.mean(of_seeds)))} ± {number((high - low) / 2)} (")
+    mean, half = re.match(r"([\d.]+) ± ([\d.]+) \(", cell).groups()  # type: ignore[union-attr]
+    assert float(mean) == pytest.approx(np.mean(of_seeds), abs=0.006)
+    assert float(half) == pytest.approx((high - low) / 2, abs=0.006)
 
 
 def test_words_tell_every_length_of_a_task_and_what_equal_arms_have() -> None:
@@ -580,6 +582,13 @@ def test_differences_carry_their_sign_and_the_precision_of_their_interval() -> N
     assert bounds(-0.29, 0.0012) == "[−0.2900, +0.0012]"
     assert bounds(0.0, 0.0) == "[0.000, 0.000]"
     assert bounds(None, None) == "–"
+
+
+def test_an_interval_gives_its_mean_the_digits_that_it_has() -> None:
+    assert give_or_take(0.29113, 0.0648) == "0.291 ± 0.065"
+    assert give_or_take(-7.192e-06, 0.0002294) == "−0.00001 ± 0.00023"
+    assert give_or_take(31.57, 12.3) == "32 ± 12"
+    assert give_or_take(0.5, None) == give_or_take(0.5, 0.0) == "0.5000"
 
 
 def test_small_p_values_and_great_perplexities_are_bounded() -> None:

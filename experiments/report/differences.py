@@ -11,6 +11,10 @@ from experiments.statistics import EQUAL, Comparison, compare_pairs, compare_to_
 COLUMNS = ("arm", "n", "mean", "difference", "95 % interval", "p", "Holm p", "could show", "verdict")
 
 
+# What is compared layer by layer.
+BY_LAYER = {"distance_share": "Share of distance", "loss_without_position": "Rise of the loss without positions"}
+
+
 class Outcome(NamedTuple):
     """What the arms differ in at one place, and against what."""
 
@@ -51,6 +55,17 @@ def to_layer_below(values: Values, arm: str, what: str, measure: str) -> Outcome
         for below, layer in pairwise(layers)
     }
     return Outcome(f"{what}, {arm}", "the layer below", tuple(compare_pairs(pairs, "the layer below")))
+
+
+def by_layer(values: Values) -> list[Outcome]:
+    """Compare each layer with the one below within an arm, and the arms with the reference within a layer."""
+    outcomes: list[Outcome] = []
+    for measure, what in BY_LAYER.items():
+        layers = values.places(measure, "layer")
+        known = [arm for arm in values.arms if values.rows(arm, measure) and len(layers) > 1]
+        outcomes += [to_layer_below(values, arm, what, measure) for arm in known]
+        outcomes += [to_reference(values, f"{what}, layer {layer}", measure, layer=layer) for layer in layers]
+    return outcomes
 
 
 def to_control(values: Values, length: int) -> Outcome:

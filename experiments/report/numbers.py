@@ -42,6 +42,14 @@ def bounds(low: float | None, high: float | None) -> str:
     return f"[{change(low, scale)}, {change(high, scale)}]"
 
 
+def give_or_take(value: float | None, half: float | None) -> str:
+    """Write a mean with the half width of its interval, both to the second digit of that: 0.291 ± 0.065."""
+    if value is None or not half or not 1e-9 < half < 1e9:
+        return number(value)
+    decimals = max(0, 1 - math.floor(math.log10(half)))
+    return _minus(f"{value:.{decimals}f} ± {half:.{decimals}f}")
+
+
 def chance_of(p: float | None) -> str:
     """Write a p value with three decimals, and with more where these would not tell it from .05."""
     if p is None:

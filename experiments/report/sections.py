@@ -1,14 +1,15 @@
 """The sections of a report that show measurements. Each is empty where nothing of its kind was measured."""
 
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
 
 from experiments.report.curves import ceiling, chance_line, chart, head_map, heat_map, over_length, over_x
-from experiments.report.differences import by_length, difference_table, to_control, to_layer_below, to_reference
+from experiments.report.differences import by_layer, by_length, difference_table, to_control, to_reference
 from experiments.report.document import Block, Cell, Items, Section, Table
-from experiments.report.numbers import NOTHING, number, perplexity, settings, whole
+from experiments.report.numbers import NOTHING, give_or_take, number, perplexity, settings, whole
 from experiments.report.values import Values
 from experiments.results import ArmFacts
 from experiments.statistics import interval, tokens_to
@@ -349,32 +350,23 @@ def _layer_table(values: Values, measure: str, title: str, note: str) -> Table:
 
 
 def _over_heads(values: Values, arm: str, measure: str, layer: int) -> str:
-    mean = level(values, arm, measure, layer=layer) + _half_width(values, arm, measure, layer)
+    mean = level(
+        values, arm, measure, partial(give_or_take, half=_half_width(values, arm, measure, layer)), layer=layer
+    )
     heads = values.places(measure, "head", layer=layer)
     each = [values.mean(arm, measure, layer=layer, head=head) for head in heads]
     known = [value for value in each if value is not None]
     return f"{mean} ({number(min(known))} to {number(max(known))})" if len(known) > 1 else mean
 
 
-def _half_width(values: Values, arm: str, measure: str, layer: int) -> str:
+def _half_width(values: Values, arm: str, measure: str, layer: int) -> float | None:
     found = values.by_seed(arm, measure, layer=layer).values()
     bounds = interval([value for value in found if value is not None])
-    return "" if bounds is None or bounds[0] == bounds[1] else f" ± {number((bounds[1] - bounds[0]) / 2)}"
-
-
-COMPARED = {"distance_share": "Share of distance", "loss_without_position": "Rise of the loss without positions"}
+    return None if bounds is None else (bounds[1] - bounds[0]) / 2
 
 
 def _layers_compared(values: Values) -> list[Block]:
-    """Compare each layer with the one below within an arm, and the arms with the reference within a layer."""
-    blocks: list[Block] = []
-    for measure, what in COMPARED.items():
-        layers = values.places(measure, "layer")
-        known = [arm for arm in values.arms if values.rows(arm, measure) and len(layers) > 1]
-        outcomes = [to_layer_below(values, arm, what, measure) for arm in known]
-        outcomes += [to_reference(values, f"{what}, layer {layer}", measure, layer=layer) for layer in layers]
-        blocks += [difference_table(outcome, folded=True) for outcome in outcomes]
-    return blocks
+    return [difference_table(outcome, folded=True) for outcome in by_layer(values)]
 
 
 def _by_head(values: Values) -> list[Block]:

@@ -1,6 +1,6 @@
 """The report in words: generated from the verdicts, so that it says no more than they do."""
 
-from experiments.report.differences import Outcome, by_length, shown_by, to_control, to_reference, told
+from experiments.report.differences import Outcome, by_layer, by_length, shown_by, to_control, to_reference, told
 from experiments.report.document import Block, Items, Section, Words
 from experiments.report.values import Values
 
@@ -15,7 +15,7 @@ def in_words(values: Values) -> Section:
 
 
 def _outcomes(values: Values) -> list[Outcome]:
-    return [*_at_training_length(values), *_beyond(values), *_used(values), *_tasks(values)]
+    return [*_at_training_length(values), *_beyond(values), *_used(values), *_tasks(values), *by_layer(values)]
 
 
 def _at_training_length(values: Values) -> list[Outcome]:
