@@ -13,9 +13,9 @@ from model.decoding.agreement import cost_of_rounding, greedy_agreement
 from model.decoding.ahead import LOOK_AHEAD, Ahead
 from model.decoding.choose import choose_decoder, seconds_saved
 from model.decoding.compiled import CompiledDecoder
-from model.decoding.eager import EagerDecoder
+from model.decoding.eager import EagerDecoder, in_pieces, whole
 from model.decoding.native import NativeDecoder, in_words
-from model.decoding.weights import decode_weights, int8_rows, rounded
+from model.decoding.weights import Matrix, decode_weights, int8_rows, rounded
 from model.errors import UserError
 from model.sampling import Reader, Row, generate
 from model.sampling_config import SamplingSettings
@@ -189,6 +189,29 @@ def test_the_check_of_the_greedy_text_sees_a_decoder_that_is_wrong():
     found = greedy_agreement(model, decoder, [1, 2, 3], tokens=60)
     assert found.widest_tie > 1e-4
     assert found.different > 0
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3, 5])
+def test_a_matrix_in_pieces_for_each_thread_multiplies_as_it_did_and_can_be_made_whole(threads, monkeypatch):
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads)
+    decoder = EagerDecoder(model_of("rope"))
+    for rows, columns in ((40, 12), (12, 40), (7, 16), (16, 7)):
+        values = torch.randn(rows, columns, dtype=torch.float64)
+        matrix, x = in_pieces(Matrix(values)), torch.randn(1, columns, dtype=torch.float64)
+        assert len(matrix.values) == max(n for n in range(1, threads + 1) if rows % n == 0)
+        decoder.for_one_row = True
+        assert torch.equal(whole(matrix).values, values)
+        torch.testing.assert_close(decoder.times(x, matrix), x @ values.T)
+
+
+def test_the_eager_decoder_serves_one_text_then_many_then_one():
+    model = model_of("rope")
+    decoder = EagerDecoder(model)
+    prompts = [tokens_of(5), tokens_of(2, seed=1), tokens_of(9, seed=2)]
+    for some in (prompts[:1], prompts, prompts[2:], prompts[:1]):
+        for settings in (SamplingSettings(temperature=0), SamplingSettings(temperature=2.0)):
+            how = {"settings": settings, "max_new_tokens": 20}
+            assert text(model, some, decoder, **how) == text(model, some, None, **how)
 
 
 @pytest.mark.parametrize("stops", [(), (3, 17, 29)])
