@@ -1,6 +1,6 @@
 """What each positional scheme costs: training tokens a second, all schemes in one run, in turn.
 
-python -m benchmarks.schemes --model 12m
+python -m benchmarks.schemes --model 12m --schemes rope nope learned alibi
 python -m benchmarks.schemes --context 1024 --rounds 7
 """
 
@@ -12,6 +12,7 @@ import torch
 from benchmarks.measured import Measurement
 from benchmarks.measured.training import steps
 from benchmarks.workloads import WORKLOADS, Settings, with_training
+from model.errors import UserError
 from model.position import SCHEMES
 from training.command_line import exit_on_user_error
 from training.machine import machine
@@ -22,12 +23,16 @@ def arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     add = parser.add_argument
     add("--model", choices=WORKLOADS, default="demo")
+    add("--schemes", nargs="+", choices=SCHEMES, default=list(SCHEMES), help="default: all; rope must be among them")
     add("--context", type=int, default=256)
     add("--tokens", type=int, default=2048, help="tokens a step")
     add("--rounds", type=int, default=7)
     add("--precision", choices=("fp32", "bf16", "fp16"), help="default: what train.py takes")
     add("--compile", choices=("off", "on", "auto"), help="default: what train.py does")
-    return parser.parse_args()
+    options = parser.parse_args()
+    if "rope" not in options.schemes:
+        raise UserError(f"--schemes {' '.join(options.schemes)}: rope must be among them, for ratios are to it")
+    return options
 
 
 def with_scheme(options: argparse.Namespace, kind: str) -> Settings:
@@ -42,7 +47,7 @@ def with_scheme(options: argparse.Namespace, kind: str) -> Settings:
 def main() -> None:
     """Measure, in rounds over all schemes, and print medians and ratios to rope as a Markdown table."""
     options = arguments()
-    runs: dict[str, Measurement] = {kind: steps(with_scheme(options, kind), seconds=0.0) for kind in SCHEMES}
+    runs: dict[str, Measurement] = {kind: steps(with_scheme(options, kind), seconds=0.0) for kind in options.schemes}
     rates: dict[str, list[float]] = {kind: [] for kind in runs}
     for _ in range(options.rounds + 1):  # the first round warms up
         for kind, run in runs.items():

@@ -75,6 +75,7 @@ def test_every_cell_of_a_run_is_filled_with_a_figure_or_a_reason(smoke_run):
         (["benchmarks", "--rounds", "0"], "--rounds 0 leaves nothing to measure"),
         (["benchmarks", "--quick", "--write"], "--write keeps whole measurements only"),
         (["benchmarks", "--baseline", "no-such-revision"], "--baseline no-such-revision cannot be read"),
+        (["benchmarks.schemes", "--schemes", "nope"], "--schemes nope: rope must be among them"),
         (["benchmarks.cost", "--tokens", "1000"], "--tokens 1000 is not a multiple of every context"),
     ],
 )
