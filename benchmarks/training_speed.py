@@ -1,5 +1,7 @@
 """How fast training goes as `train.py` does it, what share of the machine that is, and what memory it takes."""
 
+import statistics
+
 from benchmarks.limits import peak_of, products
 from benchmarks.plan import Plan
 from benchmarks.report import THIS, Table, against, against_header, cell, percent, rate
@@ -23,25 +25,27 @@ def training(plan: Plan) -> list[Table]:
         for case, (_, settings) in runs.items()
     ]
     results = plan.measured([*products(plan), *cases], "training")
-    header = ["run", "computed", "tokens/s", "GFLOP a token", "GFLOP/s", "of the peak", "peak memory, GiB"]
+    header = ["run", "computed", "tokens/s", "GFLOP a token", "GFLOP/s", "of the peak", "of products beside it"]
     rows = [
         [name, *cells(results, case, settings), *against(results, plan.baseline, case)]
         for case, (name, settings) in runs.items()
     ]
     remark = (
         "Whole steps: windows, forward, backward, clipping, optimizer. FLOPs: model/flops.py. The peak is that of "
-        "matrix products in the same precision, measured in the same rounds. Memory: a fresh process at its most, "
-        "without what Python and PyTorch take before the run is built. First step: with what is done "
-        "once, compiling above all."
+        "matrix products in the same precision, measured in the same rounds: the fastest of many. Products beside it: "
+        "the mean rate of such products right after the steps, so disturbed by other work as these were. Memory: a fresh "
+        "process at its most, without what Python and PyTorch take before the run is built. First step: with what is "
+        "done once, compiling above all."
     )
-    return [Table("Training", [*header, "first step, s", *against_header(plan.baseline)], rows, remark)]
+    last = ["peak memory, GiB", "first step, s"]
+    return [Table("Training", [*header, *last, *against_header(plan.baseline)], rows, remark)]
 
 
 def cells(results: Results, case: str, settings: Settings) -> list[str]:
     """Return the figures of one run."""
     result, flops = results[THIS, case], training_flops(model_of(settings))
     if result.error is not None:
-        return [cell(result), *["-"] * 6]
+        return [cell(result), *["-"] * 7]
     computed, compiled = result.notes["precision"], result.notes["compile"]
     peak = peak_of(results, computed)
     return [
@@ -50,6 +54,7 @@ def cells(results: Results, case: str, settings: Settings) -> list[str]:
         f"{flops / 1e9:.3f}",
         f"{result.rate * flops / 1e9:,.1f}",
         cell(peak) or percent(share(result, peak, flops)),
+        percent(flops * statistics.median(result.notes["shares"][1:])),  # the first round warms up
         f"{result.memory / 2**30:.2f}",
         f"{result.notes['first_step']:.1f}",
     ]

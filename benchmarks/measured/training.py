@@ -1,10 +1,12 @@
 """Training as `train.py` does it, on random tokens."""
 
 import time
+from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
+import torch
 
 from benchmarks.measured import Measurement, repeated, wait
 from training.config import Config
@@ -39,5 +41,30 @@ def steps(workload: dict[str, Any], seconds: float) -> Measurement:
     begin = time.perf_counter()
     step()
     first = time.perf_counter() - begin
-    notes = {"first_step": first, "precision": trainer.hardware.precision, "compile": trainer.config.training.compile}
-    return Measurement(repeated(step, tokens, seconds), notes)
+    precision = trainer.hardware.precision
+    shares: list[float] = []  # tokens a FLOP of the products beside them, one a round
+    train, multiply = repeated(step, tokens, seconds), products(trainer.hardware.device, precision, seconds)
+
+    def rate() -> float:
+        found = train()
+        shares.append(found / multiply())
+        return found
+
+    compiled = trainer.config.training.compile
+    return Measurement(rate, {"first_step": first, "precision": precision, "compile": compiled, "shares": shares})
+
+
+def products(device: torch.device, precision: str, seconds: float) -> Callable[[], float]:
+    """Return a function that multiplies square matrices for so long, and says how many FLOP/s that was in the mean.
+
+    The peak is the fastest product of many. Where other work disturbs this machine, whole steps of seconds cannot
+    dodge it and a product of milliseconds can; the mean has been disturbed as they were.
+    """
+    size, dtype = 1024, {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}[precision]
+    a, b = torch.randn(2, size, size, device=device).to(dtype).unbind()
+
+    def work() -> None:
+        a @ b
+        wait()
+
+    return repeated(work, 2 * size**3, seconds)
