@@ -25,8 +25,8 @@ class Process:
     def __init__(self, tree: Path) -> None:
         self.folder = tempfile.TemporaryDirectory(prefix="ropelab-measured-")
         self.log = (Path(self.folder.name) / "stderr").open("w+b")
-        # The idle threads of one must not spin while another is measured.
-        environment = {"OMP_WAIT_POLICY": "passive", **os.environ, "PYTHONPATH": str(tree)}
+        # As a user has it: idle threads of OpenMP spin for a moment, then sleep, and disturb nobody.
+        environment = {**os.environ, "PYTHONPATH": str(tree)}
         self.process = subprocess.Popen(
             [sys.executable, str(SERVED), str(tree)],
             stdin=subprocess.PIPE,

@@ -33,9 +33,9 @@ def training(plan: Plan) -> list[Table]:
     remark = (
         "Whole steps: windows, forward, backward, clipping, optimizer. FLOPs: model/flops.py. The peak is that of "
         "matrix products in the same precision, measured in the same rounds: the fastest of many. Products beside it: "
-        "the mean rate of such products right after the steps, so disturbed by other work as these were. Memory: a fresh "
-        "process at its most, without what Python and PyTorch take before the run is built. First step: with what is "
-        "done once, compiling above all."
+        "the mean rate of such products right after the steps, so disturbed by other work as these were. Memory: a "
+        "fresh process at its most, without what Python and PyTorch take before the run is built. First step: with "
+        "what is done once, compiling above all."
     )
     last = ["peak memory, GiB", "first step, s"]
     return [Table("Training", [*header, *last, *against_header(plan.baseline)], rows, remark)]
