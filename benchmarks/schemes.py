@@ -53,7 +53,7 @@ def main() -> None:
         for kind, run in runs.items():
             rates[kind].append(run.rate())
     ratios = {kind: [a / b for a, b in zip(rates[kind], rates["rope"], strict=True)][1:] for kind in runs}
-    told = ", ".join(f"{name} {value}" for name, value in runs["rope"].notes.items() if name != "first_step")
+    told = ", ".join(f"{name} {runs['rope'].notes[name]}" for name in ("precision", "compile"))
     tokens = max(1, options.tokens // options.context) * options.context
     print(f"{machine()}\n")
     print(
