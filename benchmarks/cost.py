@@ -98,11 +98,16 @@ def measure(cell: Cell, seconds: float) -> None:
 
 
 def neighbours(place: Place, cells: dict[Place, Cell]) -> Iterator[list[Place]]:
-    """Yield the cells beside this one along each of both axes."""
+    """Yield the cells beside this one along each of both axes.
+
+    The narrowest and the widest have none along the widths: narrower models always use less of the machine.
+    """
     widths, contexts = (sorted({each[axis] for each in cells}) for axis in (0, 1))
     for axis, values in ((0, widths), (1, contexts)):
         at = values.index(place[axis])
         beside = [values[i] for i in (at - 1, at + 1) if 0 <= i < len(values)]
+        if axis == 0 and len(beside) < 2:
+            continue
         yield [(value, place[1]) if axis == 0 else (place[0], value) for value in beside]
 
 
@@ -131,7 +136,7 @@ def table(cells: dict[Place, Cell], options: argparse.Namespace) -> Table:
         f"{options.tokens} tokens a step in every cell; medians of {options.rounds} fresh processes. The peak is that "
         "of matrix products, measured in the same process.\n\n"
         f"Kinks, where GFLOP/s are below {percent(KINK)} of the mean of the cells beside it along a row "
-        f"or a column: {'; '.join(named) or 'none'}."
+        f"or a column (along the widths only between two): {'; '.join(named) or 'none'}."
     )
     return Table("Cost against size", header, rows, remark)
 
@@ -171,7 +176,7 @@ def plot(cells: dict[Place, Cell], path: Path) -> None:
         axes.set_xticks(contexts, [str(context) for context in contexts])
         axes.set_xlabel("context, tokens")
         axes.grid(alpha=0.3)
-    memory.legend()
+    figure.legend(*memory.get_legend_handles_labels(), loc="outside right upper")
     figure.savefig(path, metadata={"Date": None} if path.suffix == ".svg" else None)
     pyplot.close(figure)
 

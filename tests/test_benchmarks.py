@@ -181,7 +181,7 @@ def test_a_kink_is_a_cell_more_than_a_quarter_below_the_mean_of_its_neighbours()
     assert not kinks(cells([[0.8, 0.9, 1.0]])), "a slope is no kink"
 
 
-def test_the_neighbours_of_a_corner_are_two_and_of_the_middle_four():
+def test_the_neighbours_of_the_middle_are_four_and_the_narrowest_has_none_along_the_widths():
     grid = cells([[1.0] * 3] * 3)
-    assert list(neighbours((1, 1), grid)) == [[(2, 1)], [(1, 2)]]
+    assert list(neighbours((1, 1), grid)) == [[(1, 2)]]
     assert list(neighbours((2, 2), grid)) == [[(1, 2), (3, 2)], [(2, 1), (2, 3)]]
