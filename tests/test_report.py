@@ -23,6 +23,7 @@ from experiments.report.numbers import bounds, chance_of, change, give_or_take, 
 from experiments.report.sections import inside
 from experiments.report.svg import chart_svg, heat_svg
 from experiments.report.values import Values
+from experiments.report.words import told_lengths
 from experiments.results import ArmFacts, Check, Diverged, Measurement, Results, Sample, Trial
 
 SEEDS = (0, 1, 2, 3, 4)
@@ -508,6 +509,13 @@ def test_words_tell_every_length_of_a_task_and_what_equal_arms_have() -> None:
     text = markdown(compose(fake()))
     assert all(f"Exact match of copy at length {length}" in text for length in (8, 16, 32))
     assert "exactly equal: rope (both 0.000), alibi (both 0.000), nope (both 0.000)" in text
+
+
+def test_of_many_lengths_the_trained_one_the_next_and_the_last_are_told_in_words() -> None:
+    assert told_lengths([6, 12, 18, 24, 48], 12) == [6, 12, 18, 24, 48]
+    assert told_lengths([2, 4, 8, 12, 13, 14, 24, 48], 12) == [12, 13, 48]
+    assert told_lengths([2, 3, 4, 5, 6, 7, 8], 7) == [7, 8]
+    assert told_lengths([1, 2, 3, 4, 5, 6, 7], None) == [1, 2, 3, 4, 5, 6, 7]
 
 
 def test_the_chosen_cell_of_the_grid_is_marked_and_the_edge_is_warned_of() -> None:

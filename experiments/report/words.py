@@ -4,6 +4,8 @@ from experiments.report.differences import Outcome, by_layer, by_length, shown_b
 from experiments.report.document import Block, Items, Section, Words
 from experiments.report.values import Values
 
+FEW = 6  # lengths, all of which are told
+
 
 def in_words(values: Values) -> Section:
     """Say what is shown, what is not, and what stands in the way of believing it."""
@@ -38,10 +40,18 @@ def _used(values: Values) -> list[Outcome]:
 def _tasks(values: Values) -> list[Outcome]:
     found = []
     for task in values.tasks():
-        for at in values.places("task_exact_match", "length", task=task):
+        for at in told_lengths(values.places("task_exact_match", "length", task=task), values.training_length):
             what = f"Exact match of {task} at length {at}"
             found.append(to_reference(values, what, "task_exact_match", length=at, task=task))
     return found
+
+
+def told_lengths(lengths: list[int], trained: int | None) -> list[int]:
+    """Return the lengths that are told in words: of many the longest trained one, the next and the last."""
+    if len(lengths) <= FEW or trained is None:
+        return lengths
+    beyond = [at for at in lengths if at > trained]
+    return [*([trained] if trained in lengths else []), *beyond[:1], *beyond[1:][-1:]]
 
 
 def _warnings(values: Values) -> tuple[str, ...]:
