@@ -9,7 +9,6 @@ whoever computes them.
 
 import contextlib
 import os
-import pickle
 import secrets
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -37,6 +36,8 @@ Loss = Callable[[Tensor, Tensor], Tensor]
 # by torchrun; this is for one that hangs, or whose machine has lost its power. Compiling takes minutes, and not the
 # same time everywhere.
 PATIENCE, PATIENCE_COMPILING = timedelta(minutes=1), timedelta(minutes=10)
+# What one process does while the others wait, such as preparing a corpus, may take hours.
+WITHOUT_END = timedelta(days=365)
 SECONDS_BETWEEN_LOOKS = 0.02
 # Gradients travel in packages of so many numbers: few exchanges, and little memory for the copies.
 PACKAGE = 2**23
@@ -111,7 +112,7 @@ class Copies(Alone):
 
     def __init__(self, store: Store, rank: int, count: int) -> None:
         self.store, self.rank, self.count = store, rank, count
-        self.meetings = 0
+        self.telling: dist.ProcessGroup | None = None
 
     def share(self, rows: np.ndarray) -> tuple[np.ndarray, int]:
         """Return this process's part of some rows, and how many of them count: the first ones.
@@ -143,24 +144,12 @@ class Copies(Alone):
     def first(self, action: Callable[[], Result]) -> Result:
         """Let the first process act, once all have come here, and tell all what it got.
 
-        However long it takes: nobody waits in an exchange, whose patience is short.
+        However long it takes: its word is waited for without end, but not when its connection has closed.
         """
-        self.meetings += 1
-        here, done = f"here {self.meetings}", f"done {self.meetings}"
-        self.store.add(here, 1)
-        if self.is_first:
-            self._wait_until(lambda: self.store.add(here, 0) == self.count)
-            result = action()
-            self.store.set(done, pickle.dumps(result))  # type: ignore[arg-type]  # bytes are taken too
-            return result
-        self._wait_until(lambda: self.store.check([done]))
-        return pickle.loads(self.store.get(done))
-
-    def _wait_until(self, has_happened: Callable[[], bool]) -> None:
-        while not has_happened():
-            if self.store.add("speakers", 0):
-                raise SystemExit(2)  # somebody has failed, and said why
-            time.sleep(SECONDS_BETWEEN_LOOKS)
+        self.any(False)  # all come here at about the same time, or one is lost, and this says so
+        told = [action() if self.is_first else None]
+        dist.broadcast_object_list(told, src=0, group=self.telling)
+        return told[0]  # type: ignore[return-value]  # by now it is what the first got
 
     def may_speak(self) -> bool:
         """Say whether this process is the first to fail: the only one to say so."""
@@ -344,10 +333,11 @@ def _word(store: Store, key: str) -> str:
 
 
 def connect(processes: Copies, patience: timedelta) -> None:
-    """Set up the exchange of tensors: NCCL where they are on GPUs, gloo on CPUs."""
+    """Set up the exchange of tensors, NCCL where they are on GPUs, gloo on CPUs, and the one for the first's words."""
     backend = "cpu:gloo,cuda:nccl" if torch.cuda.is_available() else "gloo"
     store = PrefixStore("exchange", processes.store)
     dist.init_process_group(backend, store=store, rank=processes.rank, world_size=processes.count, timeout=patience)
+    processes.telling = dist.new_group(backend="gloo", timeout=WITHOUT_END)
 
 
 def place(training: TrainingConfig, local_rank: int, local_count: int) -> None:

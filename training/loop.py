@@ -223,8 +223,7 @@ class Run:
     def go(self) -> Evaluation:
         """Take all steps that are left, then say how the run ended."""
         self.introduce()
-        tracker = Tracker(self.folder.path, self.config) if self.processes.is_first else Unheard()
-        self.processes.first(lambda: None)  # a tracker far away may take longer to answer than a step
+        tracker = self.tracker()
         self.progress = Progress(self.trainer.next_step, self.settings.steps, self.peak_rate())
         self.clock = time.perf_counter()
         try:
@@ -237,6 +236,12 @@ class Run:
             self.progress.close()
             tracker.close()
         return self.conclude()
+
+    def tracker(self) -> Tracker | Unheard:
+        """Open the records in the first process; the others wait, for one far away may take its time to answer."""
+        opened: list[Tracker] = []
+        self.processes.first(lambda: opened.append(Tracker(self.folder.path, self.config)))
+        return opened[0] if opened else Unheard()
 
     def introduce(self) -> None:
         """Say what is trained, on what and where."""
