@@ -27,7 +27,7 @@ from model.sampling_config import SamplingSettings
 from model.transformer import Transformer
 from training.config import Config, load
 from training.evaluate import evaluate
-from training.hardware import choose_hardware, use_faster_float32
+from training.hardware import choose_hardware, set_up_cpu
 from training.loop import train
 
 
@@ -44,7 +44,7 @@ class Laboratory:
     def __init__(self, experiment: Experiment, base: Config, store: Store) -> None:
         self.experiment, self.store, self.hardware = experiment, store, choose_hardware(base.training)
         if self.hardware.device.type == "cpu":
-            use_faster_float32()
+            set_up_cpu()
 
     def train(self, run: Run) -> Row:
         """Train a run, going on where it was stopped, and return its row."""

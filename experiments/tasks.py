@@ -23,7 +23,7 @@ from model.config import ModelConfig
 from model.errors import NotFinite, UserError
 from model.transformer import IGNORED, Transformer, token_losses
 from training.config import Config, to_yaml
-from training.hardware import Hardware, choose_hardware, resolve_compile, use_faster_float32
+from training.hardware import Hardware, choose_hardware, resolve_compile, set_up_cpu
 from training.settings_tree import build
 from training.tracking import Metrics
 from training.trainer import Trainer
@@ -130,7 +130,7 @@ def task_trainer(config: Config, task: str, length: int) -> Trainer:
     windows = TaskWindows(task, length, config.training.seed)
     hardware = choose_hardware(config.training)
     if hardware.device.type == "cpu":
-        use_faster_float32()
+        set_up_cpu()
     config = fitted(config, windows.context)
     compile = resolve_compile(config, hardware.device)
     config = config.model_copy(update={"training": config.training.model_copy(update={"compile": compile})})

@@ -2,6 +2,10 @@
 
 import itertools
 import math
+import platform
+import subprocess
+import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -30,6 +34,7 @@ TEXT = (
     "The wheel turns by an equal angle for every step, so two marks on it keep their distance however far it rolls. "
     "A clock has hands of several speeds: the fast one tells neighbours apart, the slow one tells morning from night. "
 ) * 12
+ROOT = Path(__file__).resolve().parents[1]
 CPU = Hardware(torch.device("cpu"), "fp32")
 
 
@@ -232,6 +237,31 @@ def test_faster_float32_products_are_as_exact_as_before():
         assert (a @ b - exact).norm() < 1e-6 * exact.norm()
     finally:
         matmul.fp32_precision = before
+
+
+FAULTS = """
+import resource
+import torch
+from training.hardware import set_up_cpu
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(20):
+        torch.empty(2**24).fill_(1.0)  # 64 MiB, freed at once
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+as_it_is = faults()
+set_up_cpu()
+faults()  # the first tensor of this size is new to this process
+print(as_it_is, faults())
+"""
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="other C libraries have no such setting")
+def test_memory_that_was_freed_is_not_asked_from_the_system_again():
+    said = subprocess.run([sys.executable, "-c", FAULTS], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    as_it_is, kept = map(int, said.split())
+    assert as_it_is >= 20 * 32 > 10 * kept  # pages of 2 MiB at the largest
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="needs a machine without CUDA")

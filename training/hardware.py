@@ -1,7 +1,9 @@
 """Which device computes, and in which precision."""
 
 import contextlib
+import ctypes
 import math
+import sys
 from typing import Any, Literal, NamedTuple
 
 import torch
@@ -63,6 +65,27 @@ def resolve_compile(config: Config, device: torch.device) -> Literal["on", "off"
     if asked == "on" and not has_compiler():
         raise UserError("training.compile on needs a C++ compiler (g++ or clang++), and there is none: install one")
     return asked
+
+
+def set_up_cpu() -> None:
+    """Let this process compute on a CPU as fast as it can, with the same results."""
+    use_faster_float32()
+    keep_freed_memory()
+
+
+# Names of <malloc.h>.
+M_TRIM_THRESHOLD, M_MMAP_MAX = -1, -4
+
+
+def keep_freed_memory() -> bool:
+    """Let the C library keep freed memory for the next tensors of this process; say whether it can (glibc).
+
+    Else every large tensor is asked from the system anew, and comes page by page, filled with zeros: 50,000 page
+    faults a step of 4,096 tokens through 12 million parameters, 3 % of its time. The process's largest size is the
+    same.
+    """
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None) if sys.platform == "linux" else None
+    return mallopt is not None and mallopt(M_MMAP_MAX, 0) == 1 == mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def use_faster_float32() -> bool:

@@ -22,7 +22,7 @@ from model.transformer import Transformer
 from training.config import Config, to_yaml
 from training.distributed import ALONE, Alone
 from training.evaluate import Evaluation, evaluate
-from training.hardware import Hardware, choose_device, choose_hardware, resolve_compile, use_faster_float32
+from training.hardware import Hardware, choose_device, choose_hardware, resolve_compile, set_up_cpu
 from training.peak import measured_peak
 from training.progress import Meter, Progress, clock
 from training.resume import refuse_existing, resumed_config
@@ -85,7 +85,7 @@ def make_trainer(config: Config, prepared: Prepared, processes: Alone = ALONE) -
     """Build the state of a run at step 0."""
     hardware = choose_hardware(config.training)
     if hardware.device.type == "cpu":
-        use_faster_float32()
+        set_up_cpu()
     refuse_huge_steps(config, len(prepared.train.ids))
     windows = Windows(prepared.train.ids, config.model.context, config.training.seed)
     return Trainer(config, windows, hardware, processes)
