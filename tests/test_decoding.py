@@ -89,7 +89,7 @@ def model_of(arm, dtype=torch.float32, **changes) -> Transformer:
 
 
 @pytest.mark.parametrize("changes", [{}, UNLIKE])
-@pytest.mark.parametrize("lengths", [[3], [2, 9, 1, 14, 5]])
+@pytest.mark.parametrize("lengths", [[3], [2, 2, 2], [2, 9, 1, 14, 5]])
 def test_logits_of_every_token_equal_those_of_the_model(served, kind, lengths, changes):
     model = model_of(served, **changes)
     assert worst_error(model, kind(model), lengths, steps=12) < 1e-5
@@ -233,6 +233,15 @@ def test_a_limited_scheme_stops_or_is_read_afresh(kind, position, past_context):
     assert text(model, prompts, kind(model), **told) == text(model, prompts, None, **told)
 
 
+@pytest.mark.parametrize("lengths", [[1], [8], [4, 4], [9], [3, 3, 3], [2, 3]])
+def test_a_prompt_of_a_few_tokens_is_read_by_the_kernel_and_others_by_the_model(kernels, monkeypatch, lengths):
+    model, asked = model_of("rope"), []
+    real = Transformer.hidden
+    monkeypatch.setattr(Transformer, "hidden", lambda *given: asked.append(1) or real(*given))
+    text(model, [tokens_of(length) for length in lengths], NativeDecoder(model), settings=GREEDY, max_new_tokens=3)
+    assert len(asked) == (len(set(lengths)) > 1 or sum(lengths) > 8)
+
+
 def test_a_model_in_training_is_decoded_without_dropout_and_keeps_its_mode(kind):
     model = model_of("rope", dropout=0.5)
     wanted = text(model, [[1, 2]], None, settings=GREEDY, max_new_tokens=9)
@@ -254,7 +263,7 @@ def test_a_score_that_is_no_number_is_not_taken_for_a_key_that_nobody_sees(kerne
     model = model_of("rope")
     decoder = NativeDecoder(model)
     qkv = decoder.blocks[1].matrices[0]
-    qkv.words[0] = torch.nan  # of the decoder's own copy, which reads no prompt
+    qkv.words[0] = torch.nan  # of the decoder's own copy
     with pytest.raises(UserError, match="not a number"):
         text(model, [[1, 2]], decoder, settings=GREEDY, max_new_tokens=4)
 

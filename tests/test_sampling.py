@@ -117,7 +117,7 @@ def test_a_tiny_temperature_draws_the_most_likely_token_in_every_precision(tempe
     left = filtered(logits, None, settings)
     assert left.dtype == torch.promote_types(dtype, torch.float32)
     assert not left.isnan().any()
-    assert pick(left, torch.zeros(1, 4)).tolist() == [1]
+    assert pick(left, torch.zeros(1, 4)) == [1]
 
 
 def test_temperature_divides_the_logits():
@@ -145,6 +145,25 @@ def test_top_p_keeps_the_token_that_crosses_p(p, count, order):
     likely = torch.tensor([0.5, 0.35, 0.1, 0.05])
     left = keep_top_p(likely[order].log(), p)
     assert sorted(order[i] for i in kept(left)) == list(range(count))
+
+
+@pytest.mark.parametrize("p", [0.05, 0.5, 0.95, 0.999])
+@pytest.mark.parametrize("spread", [0.1, 1, 4])
+@pytest.mark.parametrize("vocabulary", [1, 63, 64, 65, 700, 5000])
+def test_top_p_keeps_what_a_sum_over_the_likelier_ones_says_however_many_that_are(p, spread, vocabulary):
+    logits = spread * torch.randn(2, vocabulary, generator=torch.Generator().manual_seed(vocabulary))
+    for row, left in zip(logits.double(), keep_top_p(logits, p), strict=True):
+        likely = row.softmax(-1)
+        likelier = torch.stack([likely[likely > own].sum() for own in likely])
+        wrong = (likelier < p) != (left > -math.inf)
+        assert (likelier[wrong] - p).abs().lt(1e-5).all()  # but where rounding decides
+        assert wrong.sum() <= 1
+
+
+def test_top_p_keeps_every_token_that_is_as_likely_as_the_last_one():
+    assert kept(keep_top_p(torch.tensor([1.0, 0.0, 2.0, 1.0, 1.0]), 0.6)) == [0, 2, 3, 4]
+    assert kept(keep_top_p(torch.tensor([1.0, 1.0, 0.0]), 0)) == [0, 1]
+    assert len(kept(keep_top_p(torch.zeros(200), 0.5))) == 200
 
 
 def test_top_p_of_1_keeps_the_whole_tail():
@@ -204,7 +223,7 @@ def test_filters_always_leave_the_likeliest_token_and_no_nan(values, temperature
 def test_draws_have_the_frequencies_of_the_softmax():
     likely = torch.tensor([0.5, 0.3, 0.15, 0.05, 0.0])
     generator = torch.Generator().manual_seed(0)
-    drawn = pick(likely.log().expand(20000, 5), gumbel_noise([generator] * 20000, 5))
+    drawn = torch.tensor(pick(likely.log().expand(20000, 5), gumbel_noise([generator] * 20000, 5)))
     torch.testing.assert_close(drawn.bincount(minlength=5) / 20000, likely, atol=0.012, rtol=0)
     assert (drawn != 4).all()
 
@@ -212,7 +231,7 @@ def test_draws_have_the_frequencies_of_the_softmax():
 def test_the_noise_is_finite_even_where_the_generator_draws_0(monkeypatch):
     monkeypatch.setattr("torch.rand", lambda size, **kwargs: torch.zeros(size, dtype=torch.float64))
     only_the_last = torch.tensor([[float("-inf")] * 4 + [0.0]])
-    assert pick(only_the_last, gumbel_noise([torch.Generator()], 5)).tolist() == [4]
+    assert pick(only_the_last, gumbel_noise([torch.Generator()], 5)) == [4]
 
 
 def test_a_model_whose_output_is_nan_is_reported_in_words():

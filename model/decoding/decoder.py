@@ -3,7 +3,7 @@
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from itertools import pairwise
-from typing import ClassVar
+from typing import ClassVar, NamedTuple
 
 import torch
 from torch import Tensor
@@ -28,11 +28,14 @@ class Decoder(ABC):
     name: ClassVar[str]
     fixed: ClassVar[bool] = False
     """Whether masks speak of all slots of the cache, filled or not."""
+    prompt_tokens: ClassVar[int] = 0
+    """Prompts of so many tokens, those of all rows together, are read one token after another: sooner than at once."""
 
     def __init__(self, model: Transformer, precision: Precision = "fp32") -> None:
         assert not model.position.reads_content, "a scheme that reads content is decoded by the model itself"
         self.model, self.precision = rounded(model, precision), precision
-        self.acts = [self.model.position.applies_to(layer) for layer in range(len(self.model.layers))]
+        self.position, self.table = self.model.position, self.model.embed_tokens.weight
+        self.acts = [self.position.applies_to(layer) for layer in range(len(self.model.layers))]
         self.stretches = stretches(self.model)
         self.modules = list(self.model.modules())
         self.ahead: Ahead | None = None
@@ -49,20 +52,18 @@ class Decoder(ABC):
                 self.look_ahead(cache, positions)
             i = 0
         assert self.ahead is not None
-        ids = torch.tensor(tokens, device=cache.positions.device)
-        x = self.model.embed_tokens.weight.index_select(0, ids)  # B C, a copy
+        x = self.embedded(tokens)
         self.begin_token(i, cache)
-        for first, last in self.stretches:
-            if self.embeds_at(first):
-                places, length = self.ahead.q_positions(i), self.ahead.length
-                x = self.model.position.embed(x[:, None], places, first, length)[:, 0]
+        for first, last, embeds in self.stretches:
+            if embeds:
+                x = self.position.embed(x[:, None], self.ahead.q_positions(i), first, self.ahead.length)[:, 0]
             x = self.run(x, first, last, cache)
         cache.advance()
         return x
 
-    def embeds_at(self, layer: int) -> bool:
-        """Say whether the scheme's `embed` comes before this block."""
-        return self.acts[layer] and has_embed(self.model)
+    def embedded(self, tokens: Sequence[int]) -> Tensor:
+        """Return the vectors of some tokens, (B, C), that may be written into."""
+        return self.table.index_select(0, torch.tensor(tokens, device=self.table.device))
 
     def look_ahead(self, cache: Cache, positions: Sequence[int]) -> None:
         """Ask the scheme about the next tokens."""
@@ -77,13 +78,16 @@ class Decoder(ABC):
         """Run x (B, C) through blocks first .. last - 1; after the last of the model, return the logits (B, V)."""
 
 
-def has_embed(model: Transformer) -> bool:
-    """Say whether the scheme changes token vectors at all."""
-    return type(model.position).embed is not PositionScheme.embed
+class Stretch(NamedTuple):
+    """A range of blocks, and whether the scheme's `embed` is called before the first of them."""
+
+    first: int
+    last: int
+    embeds: bool
 
 
-def stretches(model: Transformer) -> list[tuple[int, int]]:
+def stretches(model: Transformer) -> list[Stretch]:
     """Return the ranges of blocks between which the scheme's `embed` is called; one range where it is not."""
-    layers = len(model.layers)
-    cuts = [layer for layer in range(layers) if has_embed(model) and model.position.applies_to(layer)]
-    return list(pairwise(sorted({0, *cuts, layers})))
+    layers, changes_vectors = len(model.layers), type(model.position).embed is not PositionScheme.embed
+    cuts = {layer for layer in range(layers) if changes_vectors and model.position.applies_to(layer)}
+    return [Stretch(first, last, first in cuts) for first, last in pairwise(sorted({0, *cuts, layers}))]

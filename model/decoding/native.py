@@ -133,6 +133,7 @@ class NativeDecoder(Decoder):
     """One call of the kernel for a stretch of blocks, threads included (BuildError where there is none)."""
 
     name = "native"
+    prompt_tokens = 8
 
     def __init__(self, model: Transformer, precision: Precision = "fp32") -> None:
         assert model.norm.weight.device.type == "cpu"
@@ -143,8 +144,10 @@ class NativeDecoder(Decoder):
         weights = decode_weights(self.model, precision)
         self.blocks = [packed_block(block) for block in weights.blocks]
         self.head, self.last_norm = packed(weights.head), weights.last_norm
+        assert self.table.is_contiguous()
         self.c_blocks = (CBlock * config.n_layers)(*map(PackedBlock.c_block, self.blocks, self.acts))
         self.c_head = self.head.c_matrix()
+        self.c_head_address = ctypes.addressof(self.c_head)
         self.step = CStep(
             heads=config.n_heads,
             kv_heads=config.kv_heads,
@@ -165,6 +168,11 @@ class NativeDecoder(Decoder):
             block.keys, block.values = address(layer.keys), address(layer.values)
         rotation, bias, mask = self.ahead.rotation, self.ahead.bias, self.ahead.silent
         self.tables = [table.contiguous() for table in rotation[:4]] if rotation else []
+        self.first_angles = [table.data_ptr() for table in self.tables]
+        self.masks = [
+            (name, m.data_ptr(), m.shape[-1]) for name, m in (("bias", bias), ("mask", mask)) if m is not None
+        ]
+        step.q_cos = step.q_sin = step.k_cos = step.k_sin = step.bias = step.mask = None
         step.pairs = self.tables[0].shape[-1] if rotation else 0
         step.is_adjacent = int(rotation is not None and rotation.layout == "interleaved")
         step.rotation_stride = stride(self.tables[0], 0) if rotation else 0
@@ -174,23 +182,30 @@ class NativeDecoder(Decoder):
         heads, hidden = config.n_heads * config.head_dim, config.hidden_width
         widths = (heads + 2 * config.kv_heads * config.head_dim, heads + -heads % 4, *[hidden + -hidden % 4] * 2)
         self.scratch = [torch.zeros(rows, width) for width in widths]
+        self.x, self.vector = torch.zeros(rows, config.d_model), 4 * config.d_model  # bytes
         step.projected, step.mixed, step.gated, step.raised = map(address, self.scratch)
 
+    def embedded(self, tokens: Sequence[int]) -> Tensor:
+        assert 0 <= min(tokens) <= max(tokens) < self.table.shape[0]
+        to, table = self.x.data_ptr(), self.table.data_ptr()
+        for row, token in enumerate(tokens):  # a copy of PyTorch's takes longer to be called than this
+            ctypes.memmove(to + row * self.vector, table + token * self.vector, self.vector)
+        return self.x
+
     def begin_token(self, i: int, cache: Cache) -> None:
-        assert self.ahead is not None
         step, skipped = self.step, 4 * i  # bytes in a table of one number a token
         step.slots = cache.used
-        if self.tables:
-            places = [table.data_ptr() + skipped * step.pairs for table in self.tables]
-            step.q_cos, step.q_sin, step.k_cos, step.k_sin = places
-        for name, mask in (("bias", self.ahead.bias), ("mask", self.ahead.silent)):
-            setattr(step, name, None if mask is None else mask.data_ptr() + skipped * mask.shape[-1])
+        if self.first_angles:
+            apart = skipped * step.pairs
+            step.q_cos, step.q_sin, step.k_cos, step.k_sin = [first + apart for first in self.first_angles]
+        for name, first, width in self.masks:
+            setattr(step, name, first + skipped * width)
 
     def run(self, x: Tensor, first: int, last: int, cache: Cache) -> Tensor:
         step, is_last = self.step, last == len(self.acts)
         x = x.contiguous()
-        logits = torch.empty(len(x), self.head.rows) if is_last else x
+        logits = torch.empty(step.rows, self.head.rows) if is_last else x
         step.first, step.last, step.x, step.logits = first, last, x.data_ptr(), logits.data_ptr()
-        step.head = ctypes.addressof(self.c_head) if is_last else None
+        step.head = self.c_head_address if is_last else None
         self.library.ropelab_step(ctypes.byref(step))
         return logits
