@@ -13,7 +13,7 @@ from model.flops import matmul_parameters
 BYTES = {"fp32": 4, "bf16": 2, "int8": 1}
 HUGGING_FACE, LLAMA_CPP = "Hugging Face", "llama.cpp"
 PEERS = {
-    HUGGING_FACE: "benchmarks.measured.decoding:hugging_face",
+    HUGGING_FACE: "benchmarks.measured.hugging_face:decoding",
     LLAMA_CPP: "benchmarks.measured.llama_cpp:llama_cpp",
 }
 

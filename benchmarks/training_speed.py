@@ -14,7 +14,7 @@ def training(plan: Plan) -> list[Table]:
     """Measure and lay out the training of each workload, in each precision and compiled or not as asked for."""
     runs = {
         " ".join(filter(None, ("train", name, precision, compiled and f"compile {compiled}"))): (name, settings)
-        for name, workload in plan.workloads.items()
+        for name, workload in with_adamw(plan.workloads).items()
         for precision in plan.precisions
         for compiled in plan.compile
         for settings in [with_training(workload, precision=precision, compile=compiled)]
@@ -24,6 +24,17 @@ def training(plan: Plan) -> list[Table]:
         Case(case, "benchmarks.measured.training:steps", {"workload": settings, "seconds": plan.seconds}, case)
         for case, (_, settings) in runs.items()
     ]
+    peers = {
+        f"train {name} by Hugging Face, compile {compiled}": (f"{name}, Hugging Face", compiled, workload)
+        for name, workload in plan.workloads.items()
+        for compiled in ("off", "on")
+    }
+    function = "benchmarks.measured.hugging_face:training"
+    cases += [
+        Case(case, function, {"workload": settings, "compiled": compiled == "on", "seconds": plan.seconds}, case, True)
+        for case, (_, compiled, settings) in peers.items()
+    ]
+    runs |= {case: (name, settings) for case, (name, _, settings) in peers.items()}
     results = plan.measured([*products(plan), *cases], "training")
     header = ["run", "computed", "tokens/s", "GFLOP a token", "GFLOP/s", "of the peak", "of products beside it"]
     rows = [
@@ -35,10 +46,21 @@ def training(plan: Plan) -> list[Table]:
         "matrix products in the same precision, measured in the same rounds: the fastest of many. Products beside it: "
         "the mean rate of such products right after the steps, so disturbed by other work as these were. Memory: a "
         "fresh process at its most, without what Python and PyTorch take before the run is built. First step: with "
-        "what is done once, compiling above all."
+        "what is done once, compiling above all. Hugging Face: LlamaForCausalLM of the same shape, all windows of a "
+        "step at once, with AdamW."
     )
     last = ["peak memory, GiB", "first step, s"]
     return [Table("Training", [*header, *last, *against_header(plan.baseline)], rows, remark)]
+
+
+def with_adamw(workloads: dict[str, Settings]) -> dict[str, Settings]:
+    """Return the workloads, and beside one with another optimizer the same with AdamW, as others train."""
+    found: dict[str, Settings] = {}
+    for name, workload in workloads.items():
+        found[name], optimizer = workload, workload.get("optimizer", {})
+        if optimizer.get("method", "adamw") != "adamw":
+            found[f"{name}, AdamW"] = {**workload, "optimizer": {**optimizer, "method": "adamw"}}
+    return found
 
 
 def cells(results: Results, case: str, settings: Settings) -> list[str]:

@@ -12,6 +12,7 @@ from benchmarks.cost import Cell, kinks, neighbours
 from benchmarks.processes import Process, revision
 from benchmarks.report import THIS, Table, against
 from benchmarks.rounds import Case, Result, measure, share
+from benchmarks.training_speed import with_adamw
 from benchmarks.workloads import ROOT, WORKLOADS, model_of, tiny
 from model.errors import UserError
 from model.flops import matmul_parameters
@@ -51,7 +52,7 @@ def test_one_run_measures_every_topic(smoke_run):
     assert "torch 2." in smoke_run.stdout
     tables = rows_of(smoke_run.stdout)
     assert list(tables) == ["What the machine can do", "Training", "Decoding, tiny", "Tokenising"]
-    assert [len(rows) for rows in tables.values()] == [5, 1, 3 + LLAMA_CPP_ROWS, 4]
+    assert [len(rows) for rows in tables.values()] == [5, 3, 3 + LLAMA_CPP_ROWS, 4]
 
 
 def test_every_cell_of_a_run_is_filled_with_a_figure_or_a_reason(smoke_run):
@@ -87,6 +88,14 @@ def test_a_mistake_is_one_line(arguments, said):
 
 
 # --- Workloads -------------------------------------------------------------------------------------------------------
+
+
+def test_a_workload_with_another_optimizer_is_also_trained_with_adamw_as_others_do():
+    both = with_adamw({name: WORKLOADS[name]() for name in ("12m", "demo")})
+    assert list(both) == ["12m", "demo", "demo, AdamW"]
+    plain, other = (Config.model_validate(both[name]) for name in ("demo", "demo, AdamW"))
+    assert (plain.optimizer.method, other.optimizer.method) == ("muon", "adamw")
+    assert other.model_copy(update={"optimizer": plain.optimizer}) == plain
 
 
 def test_the_12m_workload_has_12_million_weights_and_the_demo_is_that_of_its_file():

@@ -1,8 +1,6 @@
-"""Writing text token by token: ours with each decoder, and Hugging Face's of the same shape. Always greedy."""
+"""Writing text token by token, with each decoder. Always greedy."""
 
 from typing import Any
-
-import torch
 
 from benchmarks.measured import Measurement, repeated
 from model.config import ModelConfig
@@ -47,36 +45,3 @@ def reading(
     if kind not in ("auto", "model" if decoder is None else decoder.name):
         raise UserError(said[-1])
     return rounded, decoder, "fp32" if decoder is None else decoder.read_as(precision)
-
-
-def hugging_face(model: dict[str, Any], prompts: int, new_tokens: int, precision: str, seconds: float) -> Measurement:
-    """Measure the same for `LlamaForCausalLM.generate`; the class has a rotation of its own and random weights."""
-    from transformers import LlamaConfig, LlamaForCausalLM
-
-    config = ModelConfig.model_validate(model)
-    assert config.vocab_size is not None
-    shape = LlamaConfig(
-        hidden_size=config.d_model,
-        intermediate_size=config.hidden_width,
-        num_hidden_layers=config.n_layers,
-        num_attention_heads=config.n_heads,
-        num_key_value_heads=config.kv_heads,
-        vocab_size=config.vocab_size,
-        max_position_embeddings=len(PROMPT) + new_tokens,
-        tie_word_embeddings=config.tie_embeddings,
-        eos_token_id=None,
-        pad_token_id=0,
-    )
-    dtype = {"fp32": torch.float32, "bf16": torch.bfloat16}[precision]
-    network: Any = LlamaForCausalLM(shape).eval()
-    network.to(choose_device("auto"), dtype)
-    tokens = torch.tensor([PROMPT] * prompts, device=network.device)
-
-    def write() -> None:
-        with torch.inference_mode():
-            written = network.generate(
-                tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=new_tokens, do_sample=False
-            )
-        assert written.shape[1] == len(PROMPT) + new_tokens
-
-    return Measurement(repeated(write, prompts * new_tokens, seconds), {"read_as": precision})

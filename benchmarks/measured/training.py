@@ -33,25 +33,34 @@ def steps(workload: dict[str, Any], seconds: float) -> Measurement:
     prepared: Any = SimpleNamespace(train=SimpleNamespace(ids=ids))
     trainer = make_trainer(config, prepared)
 
-    def step() -> None:
-        trainer.step()
+    tokens = config.training.batch_size * config.model.context
+    device, precision = trainer.hardware
+    return measurement(trainer.step, tokens, seconds, device, precision, trainer.config.training.compile)
+
+
+def measurement(
+    step: Callable[[], object], tokens: int, seconds: float, device: torch.device, precision: str, compiled: str
+) -> Measurement:
+    """Take the first step, and measure tokens a second of the others, and what share of products beside them it is."""
+
+    def whole_step() -> None:
+        step()
         wait()
 
-    tokens = config.training.batch_size * config.model.context
     begin = time.perf_counter()
-    step()
+    whole_step()
     first = time.perf_counter() - begin
-    precision = trainer.hardware.precision
     shares: list[float] = []  # tokens a FLOP of the products beside them, one a round
-    train, multiply = repeated(step, tokens, seconds), products(trainer.hardware.device, precision, seconds)
+    train = repeated(whole_step, tokens, seconds)
+    multiply = products(device, precision, seconds)
 
     def rate() -> float:
         found = train()
         shares.append(found / multiply())
         return found
 
-    compiled = trainer.config.training.compile
-    return Measurement(rate, {"first_step": first, "precision": precision, "compile": compiled, "shares": shares})
+    notes = {"first_step": first, "precision": precision, "compile": compiled, "shares": shares}
+    return Measurement(rate, notes)
 
 
 def products(device: torch.device, precision: str, seconds: float) -> Callable[[], float]:
