@@ -364,14 +364,14 @@ def _steps(
     past_context: PastContext,
 ) -> Iterator[Step]:
     limit = reader.model.position.max_positions
-    sampler = Sampler(settings, len(rows))
+    sampler, inference = Sampler(settings, len(rows)), torch.inference_mode()
     seen = None
     if settings.repetition_penalty != 1:
         seen = seen_tokens(rows, reader.model.embed_tokens.num_embeddings, stop_ids, reader.device)
     for left in reversed(range(max_new_tokens if rows else 0)):
         # One row that no longer fits makes all be read afresh: the others come out as they were.
         moved = [row.shorten(limit) for row in rows]
-        with torch.inference_mode():  # not in the caller's code between two steps
+        with inference:  # not in the caller's code between two steps
             drawn = sampler(reader.read(rows, afresh=any(moved)), seen)
         tokens = [None if row.ended else token for row, token in zip(rows, drawn, strict=True)]
         for row, token in zip(rows, tokens, strict=True):

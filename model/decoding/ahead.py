@@ -1,6 +1,6 @@
 """What the positional scheme says about the next tokens, asked once for many of them.
 
-A scheme is elementwise in positions, so the tables of 64 tokens hold the table of each: per token there is only a
+A scheme is elementwise in positions, so the tables of 128 tokens hold the table of each: per token there is only a
 slice to take. The rows' positions are compared before each token; where they did not go on by one (a row ended, a
 window was read afresh), what was looked up is dropped.
 """
@@ -15,7 +15,7 @@ from model.cache import Cache
 from model.position.scheme import Rotation
 from model.transformer import Transformer
 
-LOOK_AHEAD = 64
+LOOK_AHEAD = 128
 # Numbers a head in a block of masks: N (used + N) of every row; so that a long past is asked about in shorter pieces.
 LARGEST_MASK = 2**19
 
