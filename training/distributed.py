@@ -151,9 +151,11 @@ class Copies(Alone):
         dist.broadcast_object_list(told, src=0, group=self.telling)
         return told[0]  # type: ignore[return-value]  # by now it is what the first got
 
-    def may_speak(self) -> bool:
-        """Say whether this process is the first to fail: the only one to say so."""
-        return self.store.add("speakers", 1) == 1
+    def failed_before(self, status: int) -> int | None:
+        """Return the exit status of the process that failed first; None: it is this one, the only one to say why."""
+        own = f"{status} {self.rank}"
+        first = self.store.compare_set("failed", "", own).decode()
+        return None if first == own else int(first.split()[0])
 
     def __str__(self) -> str:
         return f", {self.count} processes"
@@ -380,11 +382,11 @@ def silence() -> Iterator[None]:
 def _leave(processes: Copies, error: Exception) -> None:
     """Raise the error, or end quietly where another process has said what is wrong."""
     try:
-        may_speak = processes.may_speak()
+        status = processes.failed_before(2 if isinstance(error, UserError | OSError) or is_lost(error) else 1)
     except RuntimeError:  # the first process is gone, and its list with it
-        may_speak = True
-    if not may_speak:
-        raise SystemExit(2 if isinstance(error, UserError | OSError) else 1) from None
+        status = None
+    if status is not None:
+        raise SystemExit(status) from None
     if is_lost(error):
         raise UserError(
             f"another process of this run has ended, or does not answer ({_first_line(error)}): "
